@@ -12,11 +12,7 @@ import argparse
 import copy
 import inspect
 import itertools
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -24,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from children import measure_each
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
 
 import stepgraph
-from stepgraph.config.environment import environment
 from stepgraph.kernels.loss import token_log_probs
 from stepgraph.passes import StepOptions
 
@@ -243,25 +239,7 @@ def main() -> None:
     options.prompt = options.prompt or options.tokens // 8
     if options.steps < 5:
         parser.error(f"--steps {options.steps}; the first three are not timed: give at least 5")
-    if options.child:
-        print(json.dumps(measure(options.child, options)))
-        return
-    found = []
-    for name in options.providers:
-        with tempfile.TemporaryDirectory() as cache:
-            caches = {k: f"{cache}/{k}" for k in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "STEPGRAPH_CACHE")}
-            child = subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--child", name],
-                env=os.environ | caches, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-        if child.returncode:
-            found.append({"provider": name, "failed": child.returncode})
-        else:
-            found.append(json.loads(child.stdout.splitlines()[-1]))
-        print(json.dumps(found[-1]), flush=True)
-    if options.json:
-        record = {"environment": environment(), "options": {k: str(v) for k, v in vars(options).items()}}
-        options.json.write_text(json.dumps(record | {"providers": found}, indent=1) + "\n")
+    measure_each(options, measure)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,8 @@ and as others have it. ``--tiny`` is for a CPU.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +20,10 @@ from typing import Any
 
 import peft
 import torch
+from children import measure_each
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import stepgraph
-from stepgraph.config.environment import environment
 from stepgraph.passes import StepOptions
 
 PROVIDERS = ("stepgraph", "torch.compile", "liger", "eager", "stepgraph-without-lora-pass")
@@ -203,6 +199,10 @@ def milliseconds(way: Callable[[], torch.Tensor], options: argparse.Namespace, r
     return statistics.median(times)
 
 
+def measure_or_products(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    return {"provider": name, "ms": products(options)} if name == "products" else measure(name, options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -225,29 +225,8 @@ def main() -> None:
         options.seq = 64
     if options.device == "cpu" and "--limit-s" not in sys.argv:
         options.limit_s = 1200  # Inductor's C++
-    if options.child:
-        print(json.dumps(products(options) if options.child == "products" else measure(options.child, options)))
-        return
-    record = {"environment": environment(), "options": {k: str(v) for k, v in vars(options).items()}, "providers": []}
-    for name in (["products"] if options.products else []) + options.providers:
-        with tempfile.TemporaryDirectory() as cache:
-            caches = {k: f"{cache}/{k}" for k in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "STEPGRAPH_CACHE")}
-            command = [sys.executable, __file__, *sys.argv[1:], "--child", name]
-            try:
-                child = subprocess.run(
-                    command, env=os.environ | caches, stdout=subprocess.PIPE, text=True, timeout=options.limit_s
-                )
-                found = json.loads(child.stdout.splitlines()[-1]) if not child.returncode else None
-                found = found or {"provider": name, "failed": child.returncode}
-            except subprocess.TimeoutExpired:
-                found = {"provider": name, "failed": f"over {options.limit_s} s"}
-        print(json.dumps(found), flush=True)
-        if name == "products":
-            record["products"] = found
-        else:
-            record["providers"].append(found)
-        if options.json:  # after each provider: an end in between keeps what there is
-            options.json.write_text(json.dumps(record, indent=1) + "\n")
+    names = (["products"] if options.products else []) + options.providers
+    measure_each(options, measure_or_products, names, options.limit_s)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,16 @@ Lengths are lognormal (median 400 tokens, sigma 0.9), cut at 4,096: the shape of
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from children import measure_each
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import stepgraph
-from stepgraph.config.environment import environment
 from stepgraph.integrations import PackToBudget, attend_within_documents
 
 PROVIDERS = ("stepgraph, packed", "eager, padded", "Liger, padded", "torch.compile(dynamic=True), padded")
@@ -161,25 +156,7 @@ def main() -> None:
     parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
     parser.add_argument("--child", choices=PROVIDERS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(measure(options.child, options)))
-        return
-    found = []
-    for name in options.providers:
-        with tempfile.TemporaryDirectory() as cache:
-            caches = {k: f"{cache}/{k}" for k in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "STEPGRAPH_CACHE")}
-            child = subprocess.run(
-                [sys.executable, __file__, *sys.argv[1:], "--child", name],
-                env=os.environ | caches, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-        if child.returncode:
-            found.append({"provider": name, "failed": child.returncode})
-        else:
-            found.append(json.loads(child.stdout.splitlines()[-1]))
-        print(json.dumps(found[-1]), flush=True)
-    if options.json:
-        record = {"environment": environment(), "options": {k: str(v) for k, v in vars(options).items()}}
-        options.json.write_text(json.dumps(record | {"providers": found}, indent=1) + "\n")
+    measure_each(options, measure)
 
 
 if __name__ == "__main__":

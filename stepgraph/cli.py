@@ -286,7 +286,9 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
         if named and default.preset != preset:
             raise ValueError(f"--config {file} is of preset {default.preset!r}, not {preset!r}: leave PRESET out")
     elif (folder := value_of("--init-from-hf", options)) and not named and Path(folder).is_dir():
-        default = fine_tuning(Path(folder), lora=bool(value_of("--lora", options)))
+        default = fine_tuning(
+            Path(folder), lora=bool(value_of("--lora", options)), dpo=value_of("--loss", options) == "dpo"
+        )
     if resume := value_of("--resume", options):
         default = _resumed(Path(resume), preset if named else None)
     written = {name for name in ("steps", "epochs") if value_of(f"--{name}", options)}

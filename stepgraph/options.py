@@ -36,6 +36,23 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class LossOptions:
+    """What is learned."""
+
+    loss: Literal["cross-entropy", "dpo"] = "cross-entropy"
+    """dpo: direct preference optimization, on pairs of a chosen and a rejected answer, next to a frozen reference."""
+
+    beta: float = 0.1
+    """With --loss dpo, how strongly the reference holds the model: rewards are beta times log-probability ratios."""
+
+    label_smoothing: float = 0.0
+    """With --loss dpo, the share of pairs whose preference is taken to be the wrong way round, in [0, 0.5)."""
+
+    reference: Path | None = None
+    """With --loss dpo, the frozen model's folder. None: the weights of the start; with --lora the model without it."""
+
+
+@dataclass(frozen=True)
 class BatchOptions:
     """The batch of a step."""
 
@@ -297,8 +314,8 @@ class RecordOptions:
 
 #: What `TrainConfig` has besides a model.
 PARTS = (
-    *(DataOptions, BatchOptions, OptimizerOptions, DeviceOptions, MeshOptions, LaunchOptions, StepOptions),
-    RecordOptions,
+    *(DataOptions, LossOptions, BatchOptions, OptimizerOptions, DeviceOptions, MeshOptions, LaunchOptions),
+    *(StepOptions, RecordOptions),
 )
 
 

@@ -26,6 +26,7 @@ PRINTS = {
     "ema": r"distance of the average.*bitwise equal to eager.*error without noise: 0\.\d+ of the last weights",
     "gan": r"step 500: critic 1\.[34].*mean radius (0\.9|1\.[01]).*bitwise equal to eager",
     "graph_trainer": r"train_loss",
+    "grpo": r"step 1: reward 0\.0.*step 25: reward (0\.[5-9]|1).*bitwise equal to eager",
     "lora": r"adapter_model\.safetensors",
     "moe_ranks": r"step 1: loss 5\.\d+, repeated 0\nstep 5: loss",
     "packing": r"200 examples in \d+ rows of 256 tokens.*train_loss",

@@ -1,6 +1,7 @@
 """From a configuration to the parts of a run: device, model, optimizer, loss, and the captured step."""
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +21,8 @@ from stepgraph.config.hf_weights import load_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.kernels.quant import quantize_linear
 from stepgraph.lower import StepSpec
-from stepgraph.models import family_of, next_token_loss
+from stepgraph.models import config_from_hf, family_of, next_token_loss
+from stepgraph.models.preference import answer_log_probs, preference_loss
 from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig, lora_options
 from stepgraph.step import CapturedStep
 
@@ -147,9 +149,11 @@ def _adamw(config: TrainConfig, params: list[nn.Parameter]) -> torch.optim.Optim
 def build_loss(
     config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, over the mesh if there is one; under autocast
-    if the precision says so."""
+    """``loss_fn(model, batch)``: mean next-token cross-entropy in nats, over the mesh if there is one, or DPO's loss,
+    with its metrics; under autocast if the precision says so."""
     plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
+    if config.loss == "dpo":
+        plain = _preferences(config, build_reference(config, device))
     autocast, kind = config.precision == "bf16-autocast", device.type
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -159,12 +163,41 @@ def build_loss(
     return loss_fn
 
 
+def build_reference(config: TrainConfig, device: torch.device) -> nn.Module | None:
+    """The frozen model of DPO, or None where it is the trained one without its adapter."""
+    if config.lora is not None and config.reference is None:
+        return None
+    folder = config.reference or config.init_from_hf
+    own = not isinstance(config.model, CausalLMConfig)
+    plain = {"model": config_from_hf(folder, own=own), "init_from_hf": folder, "lora": None, "quantize": None}
+    model = build_model(dataclasses.replace(config, **plain), device).requires_grad_(False).eval()
+    if isinstance(model, CausalLM) and config.precision == "bf16-autocast":
+        model.round_frozen(torch.bfloat16)
+    return model
+
+
+def _preferences(config: TrainConfig, reference: nn.Module | None) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """DPO's loss; without a ``reference``, the model is one while its adapter is off."""
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad(), contextlib.nullcontext() if reference is not None else model.without_adapter():
+            base = answer_log_probs(model if reference is None else reference, batch)
+        answers = answer_log_probs(model, batch)
+        loss, metrics = preference_loss(answers, base, batch, config.beta, config.label_smoothing)
+        for name, value in metrics.items():
+            stepgraph.metric(name, value)
+        return loss
+
+    return loss_fn
+
+
 def example_batch(config: TrainConfig, device: torch.device, chat: bool = False) -> dict[str, torch.Tensor]:
     """A batch of the form that training reads, int64 (accumulate * B, T); capture looks at the form only. ``chat``: of
     conversations, with the number of targets in a row."""
     shape = (config.accumulate * config.batch_size, config.seq_len)
     batch = {name: torch.zeros(shape, dtype=torch.int64, device=device) for name in _batch_names(config)}
-    return batch | ({"targets_per_row": torch.ones((), device=device)} if chat else {})
+    count = "pairs_per_row" if config.loss == "dpo" else "targets_per_row"
+    return batch | ({count: torch.ones((), device=device)} if chat else {})
 
 
 def _batch_names(config: TrainConfig) -> tuple[str, ...]:

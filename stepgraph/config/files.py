@@ -33,7 +33,7 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
         if name not in (*PRESETS, "custom"):
             raise unknown_name("preset", name, PRESETS)
         default = (
-            fine_tuning(Path(folder), lora="lora" in values)
+            fine_tuning(Path(folder), lora="lora" in values, dpo=values.get("loss") == "dpo")
             if tunes
             else TrainConfig()
             if name == "custom"

@@ -32,6 +32,7 @@ _NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_skipped": (lambda config: config.on_nonfinite == "skip", "add --on-nonfinite skip"),
     "decay_fraction": (lambda config: config.schedule == "wsd", "add --schedule wsd"),
     "min_lr_ratio": (lambda config: config.schedule != "constant", "drop --schedule constant"),
+    **dict.fromkeys(("beta", "label_smoothing"), (lambda config: config.loss == "dpo", "add --loss dpo")),
     "expert_capacity": (lambda config: config.mesh_spec and config.mesh_spec.ep > 1, "add ep=2 to --mesh"),
 }
 

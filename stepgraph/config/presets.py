@@ -75,9 +75,9 @@ def _made(name: str) -> "TrainConfig":
     return TrainConfig(preset=name, model=getattr(models, shape)(), **options)
 
 
-def fine_tuning(folder: Path, lora: bool = False) -> "TrainConfig":
+def fine_tuning(folder: Path, lora: bool = False, dpo: bool = False) -> "TrainConfig":
     """The model in ``folder``, a Hugging Face checkpoint, trained on: a small learning rate, no weight decay. With
-    ``lora`` it is always transformers', whose names adapters have.
+    ``lora`` it is always transformers', whose names adapters have. With ``dpo`` the learning rate is 20 times smaller.
 
     Raises ``ValueError``, in one line, for a folder with no model of the families here.
     """
@@ -94,7 +94,7 @@ def fine_tuning(folder: Path, lora: bool = False) -> "TrainConfig":
         seq_len=min(1024, longest or 1024),
         batch_size=4,
         steps=300,
-        lr=2e-4 if lora else 2e-5,
+        lr=(2e-4 if lora else 2e-5) / (20 if dpo else 1),
         warmup_steps=10,
         weight_decay=0.0,
     )

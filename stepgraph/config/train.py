@@ -21,6 +21,7 @@ from stepgraph.config.command_line import run_of
 from stepgraph.config.from_json import decode
 from stepgraph.errors import parse, unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
+from stepgraph.models.preference import PAIR, PAIR_TOKENS
 from stepgraph.models.transformers.transformers import CausalLMConfig, lora_options, takes_positions
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
 from stepgraph.parallel.pipeline.layout import check_blocks, check_split
@@ -44,6 +45,7 @@ class TrainConfig(
     options.DeviceOptions,
     options.OptimizerOptions,
     options.BatchOptions,
+    options.LossOptions,
     options.DataOptions,
 ):
     """Train a language model from one captured step graph."""
@@ -70,6 +72,11 @@ class TrainConfig(
     def mesh_spec(self) -> MeshSpec | None:
         """``mesh`` as sizes."""
         return None if self.mesh is None else MeshSpec.parse(self.mesh)
+
+    @property
+    def fields(self) -> str:
+        """What the data is read for: ``text_field``, or preference pairs."""
+        return PAIR if self.loss == "dpo" else self.text_field
 
     @property
     def resumed_run(self) -> Path | None:
@@ -113,6 +120,7 @@ class TrainConfig(
         else:
             self._require("epochs", lambda value: value > 0, "above 0")
         self._validate_sequence()
+        self._validate_loss()
         _check_mesh(self)
         self._validate_optimizer()
         self._validate_folders()
@@ -141,6 +149,27 @@ class TrainConfig(
         longest = family_of(self.model).longest(self.model)
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")
+
+    def _validate_loss(self) -> None:
+        self._require("beta", lambda value: value > 0, "above 0")
+        self._require("label_smoothing", lambda value: 0 <= value < 0.5, "in [0, 0.5)")
+        if self.loss != "dpo":
+            if self.reference is not None:
+                raise ValueError(f"reference={self.reference} is for --loss dpo: add it, or drop the reference")
+            return
+        if self.mesh is not None:
+            raise ValueError(f"loss=dpo trains in one process and mesh={self.mesh} asks for ranks: drop the mesh")
+        if self.document_mask == "off":
+            raise ValueError("loss=dpo packs both answers into a row, apart, and document_mask=off lets them see each "
+                             "other: drop it")  # fmt: skip
+        if self.text_field != "text":
+            raise ValueError(f"text_field={self.text_field} is a field of text, and loss=dpo reads pairs: drop it")
+        if self.seq_len < 2 * PAIR_TOKENS:
+            raise ValueError(f"seq_len={self.seq_len} holds no pair: try --seq-len {2 * PAIR_TOKENS} or more")
+        if self.reference is None and self.init_from_hf is None and self.resume is None:
+            raise ValueError("loss=dpo starts from a trained model and there is none: add --init-from-hf FOLDER")
+        if self.reference is not None and not self.reference.is_dir():
+            raise ValueError(f"reference={self.reference} is not a folder: give one with safetensors files")
 
     @property
     def pipeline_schedule(self) -> str:

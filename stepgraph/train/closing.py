@@ -1,5 +1,6 @@
 """The end of a run: its summary and its plot, written and reported whatever happened."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -52,11 +53,12 @@ def _close(run: Any, status: str, error: str | None) -> None:
         with run.failures.noted(Exception):
             write()
     if status == "finished":
-        worse = run.val_loss >= run.unigram
+        simple, model = (run.unigram, "a context-free model") if run.unigram else (math.log(2), "no preference")
+        worse = run.val_loss >= simple
         run.say(
             f"done: {run.step} step{'s' * (run.step != 1)} in {format_seconds(summary.wall_s)}; validation loss "
-            f"{run.val_loss:.4f}, {'still worse' if worse else 'better'} than a context-free model "
-            f"({run.unigram:.4f}){': train longer' if worse else ''}"
+            f"{run.val_loss:.4f}, {'still worse' if worse else 'better'} than {model} "
+            f"({simple:.4f}){': train longer' if worse else ''}"
         )
     names = [name for name in _RECORDS if (path / name).exists()]
     run.say(f"records in {path}: {', '.join(names)}" if names else f"no records in {path}")

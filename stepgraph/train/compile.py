@@ -50,9 +50,7 @@ def is_chat(config: TrainConfig) -> bool:
     """Whether the data is conversations, whose steps read more of a batch. A data set is not fetched to find out where
     the tokenizer, of bytes, has no template for these."""
     forms = (".jsonl", ".parquet") + (() if config.tokenizer == "bytes" else (WHOLE, STREAMED))
-    return (
-        any(form in config.data.lower() for form in forms) and open_parts(config.data, config.text_field)[0].source.chat
-    )
+    return any(form in config.data.lower() for form in forms) and open_parts(config.data, config.fields)[0].source.chat
 
 
 def _rank(rank: int, config: TrainConfig, chat: bool) -> None:

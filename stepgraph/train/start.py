@@ -100,7 +100,7 @@ def _saved(config: TrainConfig) -> TrainConfig:
 
 def open_fitting_data(config: TrainConfig) -> DataBundle:
     """The data of a run. Raises ``ValueError`` where the tokenizer has more tokens than the model."""
-    data = open_data(config.data, config.tokenizer, config.text_field, config.seq_len)
+    data = open_data(config.data, config.tokenizer, config.fields, config.seq_len)
     given, size, weights = data.tokenizer.vocab_size, config.model.vocab_size, config.init_from_hf
     if given > size:
         fix = f"try --model.vocab-size {-(-given // 64) * 64}"
@@ -114,7 +114,10 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
 
 
 def with_document_mask(config: TrainConfig, chat: bool) -> TrainConfig:
-    """``config`` with ``document_mask`` on where it is auto and the data is conversations (``chat``)."""
+    """``config`` with ``document_mask`` on where it is auto and the data is conversations (``chat``); of DPO with the
+    reference that it has by default, which a resumed run reads too."""
+    if config.loss == "dpo" and config.lora is None and config.reference is None:
+        config = dataclasses.replace(config, reference=config.init_from_hf)
     return dataclasses.replace(config, document_mask="on") if chat and config.document_mask == "auto" else config
 
 
@@ -125,7 +128,7 @@ def open_batches(
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len, "positions": config.document_mask == "on"}
     if mesh is not None:
         sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
-    sets = open_validation(config.val_data, config.text_field) if config.val_data else data.parts
+    sets = open_validation(config.val_data, config.fields) if config.val_data else data.parts
     sets = sets or (Part(data.source, "", 1.0),)
     require_one_kind([data.source, *(part.source for part in sets)])
     validation = [

@@ -131,7 +131,7 @@ class Run:
         self.config.validate()
         self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
-        self.unigram = self.ranks.first(data.unigram_entropy)
+        self.unigram = None if config.loss == "dpo" else self.ranks.first(data.unigram_entropy)
         self.loader.tokens.start(self.say)  # from here on, only its thread reads the source
         with Waiting(self.say, "tokenizing all documents, to count the rows of an epoch"):
             self.config, epochs = start.with_steps_of_epochs(config, self.loader)
@@ -154,8 +154,11 @@ class Run:
 
         self.params = config.model.num_params()
         self.flops_per_token = flops_per_token(config.model, config.seq_len)
+        forward = 2 * config.model.num_params(lookup_table=False)
         if config.lora is not None:  # no products for the gradients of frozen weights
-            self.flops_per_token -= 2 * config.model.num_params(lookup_table=False)
+            self.flops_per_token -= forward
+        if config.loss == "dpo":  # the reference's forward
+            self.flops_per_token += forward
         self.peak = (device_peak(config, device) or 0) * self.ranks.world or None  # of all devices together
         self.captured: stepgraph.CapturedStep | None = None
         self.capture_s: float | None = None
@@ -176,7 +179,8 @@ class Run:
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or source else ""))
         self.say(start.options_lines(config, resumed=config.resume is not None))
-        self.say(f"data {data.description}; unigram entropy {self.unigram:.4f} nats")
+        entropy = "" if self.unigram is None else f"; unigram entropy {self.unigram:.4f} nats"
+        self.say(f"data {data.description}{entropy}")
         self.say(f"tokens: {self.loader.tokens.describe()}")
         if epochs:
             self.say(epochs)

@@ -1,12 +1,14 @@
 """The validation loss of a run: eager, or through the stages of a pipeline."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.trace import LossFn
 from stepgraph.parallel import placement_of
 from stepgraph.train.pipelined_loss import PipelinedLoss
@@ -39,22 +41,28 @@ class Validation:
 
     @torch.no_grad()
     def losses(self, check: Callable[[float, Batch], None]) -> dict[str, float]:
-        """The mean loss of each set by ``val_loss_NAME``, and that of all by ``val_loss``, each set with its share.
+        """The mean loss of each set by ``val_loss_NAME``, and that of all by ``val_loss``, each set with its share; and
+        the means of scalars that the loss reports by `stepgraph.metric`, by ``val_NAME``.
 
         ``check`` is called with each batch's loss and the batch. All ranks of a pipeline ask together.
         """
         self.model.eval()
         means: dict[str, float] = {}
+        others: Counter[str] = Counter()
         for one in self.sets:
             losses = []
             for batch in one.batches:
-                losses.append(self._loss({k: v.to(self.device) for k, v in batch.items()}).item())
+                with collected() as found:
+                    losses.append(self._loss({k: v.to(self.device) for k, v in batch.items()}).item())
                 check(losses[-1], batch)
+                for name, value in found.items():
+                    if value.ndim == 0:
+                        others[f"val_{name}"] += value.item() * one.share / len(one.batches)
             means[f"val_loss_{one.name}"] = statistics.fmean(losses)
         self.model.train()
         if len(self.sets) == 1:
-            return {"val_loss": next(iter(means.values()))}
-        return {"val_loss": sum(m * s.share for m, s in zip(means.values(), self.sets, strict=True))} | means
+            return {"val_loss": next(iter(means.values())), **others}
+        return {"val_loss": sum(m * s.share for m, s in zip(means.values(), self.sets, strict=True))} | means | others
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         if not self._staged:

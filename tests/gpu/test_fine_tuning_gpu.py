@@ -1,9 +1,13 @@
 """The example of docs/fine_tuning.md on a GPU, beside the same run of transformers' model in a plain loop there."""
 
+import json
+import math
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+from stepgraph import cli  # noqa: E402
 from tests.train.fine_tuning import STEPS, PlainLoop, make, records, tune  # noqa: E402
 
 DEVICE = "cuda"
@@ -42,3 +46,22 @@ def test_losses_are_those_of_transformers(example, precision, rel, strayed):
         assert plain.loss(batch, there).item() == pytest.approx(plain.loss(batch).item(), rel=rel)
     tokenizer = transformers.AutoTokenizer.from_pretrained(example / out)
     assert tokenizer.decode([there.config.eos_token_id]) == "<|im_end|>" and tokenizer.chat_template
+
+
+@pytest.mark.parametrize("precision", ["bf16-autocast", "bf16"])
+def test_preference_pairs(example, precision, capsys):
+    """A run of DPO is compiled, puts its heads in parts, starts at log 2 and prefers the chosen answers."""
+    rows = [
+        {"prompt": f"What is {i} plus 1?", "chosen": f"It is {i + 1}.", "rejected": f"Maybe {i}?"} for i in range(40)
+    ]
+    (example / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = example / f"dpo-{precision}"
+    words = ["--init-from-hf", example / "base", "--data", example / "pairs.jsonl", "--loss", "dpo", "--seq-len", 256]
+    words += ["--lr", 1e-3, "--steps", 12, "--precision", precision, "--inductor", "full", "--saved-steps", "off"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", *map(str, [*words, "--device", DEVICE, "--out", run])])
+    assert stop.value.code == 0, capsys.readouterr().err
+    losses = records(run, "loss")
+    assert losses[0] == pytest.approx(math.log(2), abs=2e-2) and losses[-1] < 0.5
+    assert records(run, "rewards/accuracies")[-1] > 0.9 and records(run, "val_rewards/margins")[-1] > 0
+    assert (run / "passes.txt").read_text().count("log-probabilities of 1024 x 320 logits") == 2

@@ -117,3 +117,56 @@ def test_the_pass_puts_a_plain_loss_in_parts(dtype, chunks):
     assert abs(loss - expected) < tolerance
     assert (mine.float() - gradient.float()).norm() < tolerance * gradient.float().norm()
     assert little < much
+
+
+def logs_of(pair, batch, scale=1.0):
+    heads = (pair.up, pair.head), pair.frozen
+    return [(head(up(batch["x"]).tanh()).float() * scale).log_softmax(-1) for up, head in heads]
+
+
+def distilled(pair, batch):
+    logs, target = (logs.flatten(0, 1) for logs in logs_of(pair, batch, 0.5))
+    return 4 * F.kl_div(logs, target, log_target=True, reduction="batchmean")
+
+
+def reversed_kl(pair, batch):
+    logs, target = logs_of(pair, batch)
+    return (logs.exp() * (logs - target)).sum(-1).mean()
+
+
+def policy_gradient(pair, batch):
+    logs, target = logs_of(pair, batch)
+    mine = logs.gather(-1, batch["y"].unsqueeze(-1)).squeeze(-1)
+    kl, entropy = (logs.exp() * (logs - target)).sum(-1), -(logs.exp() * logs).sum(-1)
+    return (0.1 * kl - (mine - mine.detach()).exp() - 0.01 * entropy).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [distilled, reversed_kl, policy_gradient])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_as_they_are_written(loss_fn, dtype):
+    """Found by `fuse_loss`: eager's loss and gradients, equal bits from run to run, and no logits of all in fp32."""
+    torch.manual_seed(0)
+    pair = Pair().to(DEVICE, dtype)
+    with torch.no_grad():
+        pair.head.weight.mul_(1.1)
+    x = torch.randn(4, 2048, 512, device=DEVICE, dtype=dtype)
+    batch = {"x": x, "y": torch.randint(32000, (4, 2048), device=DEVICE)}
+    loss_fn(pair, batch).backward()
+    expected, gradient = loss_fn(pair, batch).item(), pair.head.weight.grad
+    twin = copy.deepcopy(pair)
+    twin.zero_grad(set_to_none=True)
+    step = stepgraph.capture(twin, loss_fn, batch, passes=stepgraph.StepOptions(loss_chunks=4))
+    (report,) = (report for report in step.report if report.name == "fuse_loss")
+    assert "heads and divergences of 8192 x 32000 logits in 4 parts" in report.summary, (report.summary, report.notes)
+    runs = []
+    for _ in range(3):
+        twin.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = step(batch).item()
+        runs.append((loss, twin.head.weight.grad.clone(), torch.cuda.max_memory_allocated() - before))
+    assert runs[1][0] == runs[2][0] and torch.equal(runs[1][1], runs[2][1])
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    assert abs(runs[2][0] - expected) < tolerance * max(1, abs(expected))
+    assert (runs[2][1].float() - gradient.float()).norm() < tolerance * gradient.float().norm()
+    assert runs[0][2] < 8192 * 32000 * 4

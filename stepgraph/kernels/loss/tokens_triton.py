@@ -1,5 +1,7 @@
 """The Triton kernels of `tokens`: one program per row for the sums, one per block for the gradients."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -146,21 +148,10 @@ def launch_stats(
     return log_prob, log_sum, entropy
 
 
-def launch_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, entropy: torch.Tensor, slope: torch.Tensor,
-    entropy_slope: torch.Tensor, scale: float, ignore: int, config: Config = None,
-) -> None:  # fmt: skip
+def launch_gradient(logits: torch.Tensor, *rest: Any, config: Config = None) -> None:
     """As `tokens.token_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
-    given, logits = logits, in_rows(logits)
-    rows, V = logits.shape
-    block, warps = config or gradient_configuration(V)
-    small = (t.contiguous() for t in (labels, log_sum, entropy, slope, entropy_slope))
-    if rows:
-        _gradient_kernel[(rows, triton.cdiv(V, block))](
-            logits, *small, logits.stride(0), V, scale, ignore, BLOCK=block, num_warps=warps
-        )
-    if logits is not given:
-        given.copy_(logits)
+    *numbers, scale, ignore = rest
+    _write(_gradient_kernel, (logits,), numbers, config, scale, ignore)
 
 
 def launch_kl(
@@ -185,18 +176,28 @@ def kl_configuration(V: int) -> tuple[int, int]:
     return max(block // 2, 128), warps
 
 
-def launch_kl_gradient(
-    logits: torch.Tensor, other: torch.Tensor, log_sum: torch.Tensor, other_log_sum: torch.Tensor, kl: torch.Tensor,
-    slope: torch.Tensor, scale: float, of_p: bool, config: Config = None,
-) -> None:  # fmt: skip
+def launch_kl_gradient(logits: torch.Tensor, other: torch.Tensor, *rest: Any, config: Config = None) -> None:
     """As `tokens.token_kl_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
-    given, logits, other = logits, in_rows(logits), in_rows(other)
-    rows, V = logits.shape
+    *numbers, scale, of_p = rest
+    _write(_kl_gradient_kernel, (logits, other), numbers, config, scale, OF_P=of_p)
+
+
+def _write(
+    kernel: Any,
+    logits: tuple[torch.Tensor, ...],
+    numbers: list[torch.Tensor],
+    config: Config,
+    *rest: Any,
+    **flags: bool,
+) -> None:
+    """Write a gradient over the first of ``logits``; ``numbers``: of each row."""
+    both = [in_rows(one) for one in logits]
+    rows, V = both[0].shape
     block, warps = config or gradient_configuration(V)
-    small = (t.contiguous() for t in (log_sum, other_log_sum, kl, slope))
     if rows:
-        _kl_gradient_kernel[(rows, triton.cdiv(V, block))](
-            logits, other, *small, logits.stride(0), other.stride(0), V, scale, OF_P=of_p, BLOCK=block, num_warps=warps
-        )
-    if logits is not given:
-        given.copy_(logits)
+        kernel[(rows, triton.cdiv(V, block))](
+            *both, *(t.contiguous() for t in numbers), *(one.stride(0) for one in both), V, *rest, **flags,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+    if both[0] is not logits[0]:
+        logits[0].copy_(both[0])

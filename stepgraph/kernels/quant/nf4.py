@@ -90,14 +90,9 @@ def quantize(weight: Tensor, nested: bool = True) -> Quantized:
 
 
 def reference(
-    codes: Tensor,
-    absmax: Tensor,
-    quant_map: Tensor,
-    nested: Sequence[Tensor],
-    block: int,
-    shape: Sequence[int],
+    codes: Tensor, absmax: Tensor, quant_map: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int],
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`dequantize_4bit` in plain torch."""
     if nested:
         largest, fine, offset = nested
@@ -111,14 +106,9 @@ def reference(
 @torch.library.custom_op("stepgraph::dequantize_4bit", mutates_args=())
 @launching("dequantize_4bit")
 def dequantize_4bit(
-    codes: Tensor,
-    absmax: Tensor,
-    quant_map: Tensor,
-    nested: Sequence[Tensor],
-    block: int,
-    shape: Sequence[int],
+    codes: Tensor, absmax: Tensor, quant_map: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int],
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The values of a matrix in 4 bits.
 
     Args:
@@ -145,15 +135,8 @@ def dequantize_4bit(
 
 
 @dequantize_4bit.register_fake
-def _(
-    codes: Tensor,
-    absmax: Tensor,
-    quant_map: Tensor,
-    nested: Sequence[Tensor],
-    block: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
+def _(codes: Tensor, absmax: Tensor, quant_map: Tensor, *rest: Any) -> Tensor:
+    nested, block, shape, dtype = rest
     _check(codes, absmax, nested, block, shape, dtype)
     return codes.new_empty(shape, dtype=dtype)
 

@@ -54,14 +54,9 @@ def _dequantize_kernel(
 
 
 def launch(
-    codes: Tensor,
-    absmax: Tensor,
-    quant_map: Tensor,
-    nested: Sequence[Tensor],
-    block: int,
-    shape: Sequence[int],
+    codes: Tensor, absmax: Tensor, quant_map: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int],
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `nf4.dequantize_4bit`."""
     values = math.prod(shape)
     largest, fine, offset = nested or (None, None, None)

@@ -119,6 +119,10 @@ class CausalLM(nn.Module):
         places = {} if positions is None else {"position_ids": positions}
         return self.inner(input_ids=tokens, use_cache=False, **places).logits
 
+    def without_adapter(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a model with LoRA is what it was before."""
+        return self.inner.disable_adapter()
+
     def check_documents(self) -> None:
         """Raise ``ValueError``, one line, if a document of a row sees another one."""
         device = next(self.parameters()).device

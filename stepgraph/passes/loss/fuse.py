@@ -3,7 +3,8 @@
 Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` and by the backward of that same loss,
 where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
 backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
-vocabulary (tensor parallelism), see `split`; for log-probabilities of labels, as in DPO, see `tokens`.
+vocabulary (tensor parallelism), see `split`; for log-probabilities of labels, entropies and divergences of two models,
+as in DPO, GRPO and distillation, see `tokens`.
 Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
 indices as targets, no class weights, mean or sum.
 """
@@ -49,13 +50,14 @@ class LossOptions:
 )
 def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None:
     """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
-    entropies, fused, saved, heads = 0, 0, 0, ""
+    entropies, fused, saved, heads, done = 0, 0, 0, "", set()
     for node in list(step.graph.nodes):
-        if node.target not in _FIRST:
+        if node.target not in _FIRST or node in done:
             continue
         aliases = Aliases(step.graph)
-        if node.target is aten._log_softmax.default and tokens.is_match(node):
-            heads += _in_parts(node, tokens.match(node, aliases), options, report)
+        if node.target is aten._log_softmax.default and (several := tokens.match(node, aliases)) is not None:
+            heads += _in_parts(node, several, options, report)
+            done |= several.softmaxes if isinstance(several, tokens.TokenHead) else set()
             continue
         found = _FIRST[node.target](node, aliases)
         if found is None:
@@ -76,16 +78,18 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
 
 
 def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOptions, report: PassReport) -> str:
-    """Rewrite log-probabilities of tokens; what was done, for the summary."""
+    """Rewrite what is read of the probabilities of tokens; what was done, for the summary."""
     report.matched += 1
     if isinstance(found, str):
-        report.notes.append(f"{softmax.name}, of which labels are gathered, stays as it is: {found}")
+        gathered = any(user.target is aten.gather.default for user in readers(softmax))
+        what = "labels are gathered" if gathered else "probabilities are summed"
+        report.notes.append(f"{softmax.name}, of which {what}, stays as it is: {found}")
         return ""
     bounds, each = chunk.bounds_of(found.rows, chunk.parts(found.head, options.chunks, options.part_bytes, found.rows))
     found.rewrite(bounds)
     report.changed += 1
     several = f"{len(bounds)} parts of {each} rows" if len(bounds) > 1 else "one part"
-    return f"; head and log-probabilities of {found.rows} x {found.head.shape[1]} logits in {several}"
+    return f"; {found.what} of {found.rows} x {found.head.shape[1]} logits in {several}"
 
 
 @dataclass

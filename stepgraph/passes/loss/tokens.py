@@ -1,23 +1,30 @@
-"""The head and its tokens' log-probabilities in parts of the tokens, as `fuse_loss` rewrites them.
+"""Heads and what losses of post-training read of their softmax, in parts of the tokens, as `fuse_loss` rewrites them.
 
-Matches: ``_log_softmax`` of the logits ``x w^T`` (with a bias, a factor, casts, reshapes and slices of rows between),
-read by a ``gather`` of one label per token, by the sum of ``p log p`` without a gradient, and in backward by what the
-gather's gradient becomes. DPO, GRPO and other policy gradients have it.
+Matches: ``_log_softmax`` (and ``_softmax``) of the logits ``x w^T`` (with a bias, a factor, casts, reshapes and slices
+of rows between), read by a ``gather`` of one label per token, by sums over the vocabulary of p log p, p log q and
+q log p, where q is of another head without a gradient, and in backward by what their gradients become; in any way of
+writing these (see `terms`). DPO, GRPO, entropy bonuses and distillation (``F.kl_div``) have them.
 
     before: logits = x w^T                 after, for each part of the rows of x, one after the other:
             logs = log_softmax(logits)             logits = x_i w^T; log_prob_i, log_sum_i, entropy_i = stats(logits)
-            log_prob = gather(logs)                in backward: logits again, written over by their gradient
+            log_prob = gather(logs)                kl_i, log_sums_i = kl_stats(logits, logits of the other head)
+            sum(p log p), sum(q (log q - logs))    in backward: logits again, written over by their gradient
             dx, dw of the logits' gradient         dx_i = logits w; dw += logits^T x_i
 
 In one part the logits are kept for backward, else their product is computed again: no tensor in fp32, and none of all
 logits. Views of logits become views of ``x``, and those of their gradient views of ``dx``.
 Numbers: the operators compute in fp32 whatever ``logs`` has, and round once. ``dw`` as in `chunk`.
+
+A sum of a p log p + b p log q + c q log q + d q log p is -(a + b) H(p) - b KL(p || q) - (c + d) H(q) - d KL(q || p).
+The softmax's backward takes away what a gradient has of p itself, so that the gradient a p log p + b p log q + e q of
+the log-probabilities is that of -(a + b) H(p) - b KL(p || q) - e KL(q || p).
 """
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,35 +35,72 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_cast, only_user
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.passes.loss.head import RESHAPES, SAME, Head, place, readers, unfit
+from stepgraph.passes.loss.terms import LOG, SOFTMAXES, P, Reading, Symbol, Terms, plus, times
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+_BACKWARDS = {aten._log_softmax_backward_data.default: LOG, aten._softmax_backward_data.default: P}
+_SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.default)
 _IGNORE = -100  # a gather takes no negative label, so that none is left out
+
+#: What is computed of each token: the entropies of both heads, and their divergences in both directions.
+OWN, OTHER, FORWARD, BACKWARD = "H(p)", "H(q)", "KL(p || q)", "KL(q || p)"
+#: By what is summed, in the order of the module's formula: what it consists of.
+_CONTENTS = {(0, 0): (OWN,), (0, 1): (OWN, FORWARD), (1, 1): (OTHER,), (1, 0): (OTHER, BACKWARD)}
+#: Values of a row that multiply, and by what of the above they multiply which factor.
+Rows = dict[tuple[fx.Node, ...], dict[str, float]]
+
+
+@dataclass
+class Logits:
+    """A product and the ``views`` from there to what softmaxes take, ``scale`` times it."""
+
+    head: Head
+    views: list[fx.Node]
+    scale: float
 
 
 @dataclass
 class TokenHead:
-    """The nodes of a head and what its tokens' log-probabilities are read by.
+    """The nodes of a head and what its tokens' probabilities are read by.
 
-    ``views``: from the product to the softmax; ``back``: from the softmax's gradient ``last`` to the product's.
-    ``sums``: those of ``p log p``; ``first``: the first of them and the gather. ``slope``: the gathered one's gradient.
+    ``softmaxes``: of it and of the ``other`` head. ``totals``: the sums, and what they are. ``first``: the first of
+    them and the gather. ``back``: from the softmax's gradient ``last`` to the product's. ``slope``: the gathered one's
+    gradient, ``slopes`` those of the rest.
     """
 
-    softmax: fx.Node
-    head: Head
-    views: list[fx.Node]
-    gather: fx.Node
-    sums: list[fx.Node]
+    softmaxes: set[fx.Node]
+    own: Logits
+    other: Logits | None
+    shape: tuple[int, ...]
+    gather: fx.Node | None
+    totals: dict[fx.Node, Rows]
     first: fx.Node
-    scale: float = 1.0
     last: fx.Node | None = None
     slope: fx.Node | None = None
+    slopes: Rows = field(default_factory=dict)
     back: list[fx.Node] = field(default_factory=list)
 
     @property
+    def head(self) -> Head:
+        return self.own.head
+
+    @property
     def rows(self) -> int:
-        return math.prod(self.softmax.meta["val"].shape[:-1])
+        return math.prod(self.shape)
+
+    @property
+    def what(self) -> str:
+        """For a report."""
+        if self.other is not None:
+            return "heads and divergences"
+        return "head and log-probabilities" if self.gather is not None else "head and entropies"
+
+    def needs(self, *names: str) -> bool:
+        """Whether one of ``names`` has a part in a sum or a gradient."""
+        found = (factors for rows in (*self.totals.values(), self.slopes) for factors in rows.values())
+        return any(name in factors for factors in found for name in names)
 
     def rewrite(self, bounds: list[tuple[int, int]]) -> None:
         """Put the rows of each of ``bounds`` in the place of all."""
@@ -65,61 +109,100 @@ class TokenHead:
         if self.last is not None:
             writer.backward()
         ends = [*self.head.dx, *self.head.dw, *self.head.db]
-        erase_unread(self.gather, *self.sums, *ends)
+        erase_unread(*([self.gather] if self.gather else []), *self.totals, *ends)
 
 
-def is_match(softmax: fx.Node) -> bool:
-    """Whether a label's log-probability is read of it, by what this rewrites."""
-    return any(user.target is aten.gather.default for user in readers(softmax))
-
-
-def match(softmax: fx.Node, aliases: Aliases) -> TokenHead | str:
-    """The head whose logits ``softmax`` takes, or why it stays as it is."""
-    last_dim, value = softmax.meta["val"].ndim - 1, softmax.meta["val"]
-    if softmax.args[1] not in (-1, last_dim) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+def match(softmax: fx.Node, aliases: Aliases) -> TokenHead | str | None:
+    """The head whose logits ``softmax`` takes, with another one that its probabilities meet; or why it stays as it is;
+    or None where neither a label's log-probability nor a sum over the vocabulary is read of it."""
+    read = Reading()
+    found, gathers, totals, lasts, others = _region(softmax, read)
+    losses = [user for user in others if user.target is aten.nll_loss_forward.default]
+    if not gathers and (losses or not any(_is_sum(total, read) for total in totals)):
+        return None
+    value = softmax.meta["val"]
+    if softmax.args[1] not in (-1, value.ndim - 1) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"a softmax over dimension {softmax.args[1]} in {value.dtype}"
-    node, views, scale = softmax.args[0], [], 1.0
-    while node.target not in _PRODUCTS:
-        factor = _factor(node)
-        if len(node.users) != 1 or not (factor or _keeps_rows(node)):
-            return "its logits are no matrix product" if len(node.users) == 1 else f"{node.name} is read elsewhere"
-        views.insert(0, node)
-        node, scale = node.args[0], scale * (factor or 1.0)
-    if len(node.users) != 1 or node.kwargs:
-        return f"{node.name}, its logits, is read elsewhere"
-    found = _readers(softmax, last_dim)
-    if isinstance(found, str):
-        return found
-    gather, sums, last = found
-    first = min((gather, *sums), key=aliases.position.get)
-    if gather.args[2].op == "call_function" and aliases.position[gather.args[2]] > aliases.position[first]:
-        return "its labels are computed after the entropy"
-    tokens = TokenHead(softmax, Head(node, last or gather), views, gather, sums, first, scale, last)
-    return (_backward(tokens) if last is not None else None) or unfit(tokens.head, {node}, aliases) or tokens
-
-
-def _readers(softmax: fx.Node, last_dim: int) -> tuple[fx.Node, list[fx.Node], fx.Node | None] | str:
-    """(the gather, the sums of p log p, the gradient) that read ``softmax``."""
-    gathers, sums, lasts, known = [], [], [], set()
-    found = list(readers(softmax))
-    for user in found:
-        if user.target is aten.gather.default and user.args[1] in (-1, last_dim):
-            gathers.append(user)
-        elif user.target is aten._log_softmax_backward_data.default and _itself(user.args[1]) is softmax:
-            lasts.append(user)
-        elif user.target is aten.exp.default and (product := only_user(user)) in found:
-            total = only_user(product)
-            multiplied = {_itself(n) for n in product.args} if product.target is aten.mul.Tensor else set()
-            if multiplied == {user, softmax} and _sums_last(total):
-                sums.append(total)
-                known |= {user, product}
-    if len(gathers) != 1 or len(lasts) > 1:
-        return f"{len(gathers)} gathers and {len(lasts)} gradients read it"
-    if other := set(found) - known - {gathers[0], *lasts}:
-        return f"{min(other).name} reads all log-probabilities"
-    if gathers[0].args[2].meta["val"].shape != (*softmax.meta["val"].shape[:-1], 1):
+    if len(gathers) > 1:
+        return f"{len(gathers)} gathers read it"
+    if others:
+        return f"{min(others).name} reads all log-probabilities"
+    gather, inputs = (gathers or [None])[0], list(dict.fromkeys(node.args[0] for node in found))
+    trained = dict.fromkeys(_itself(last.args[1]).args[0] for last in lasts)
+    own = next(iter(trained), _itself(gather.args[0]).args[0] if gather else softmax.args[0])
+    if len(inputs) > 2 or len(trained) > 1:
+        return f"{len(inputs)} heads meet in it, {len(trained)} of them with a gradient"
+    if gather and (_itself(gather.args[0]).target is not aten._log_softmax.default or
+                   _itself(gather.args[0]).args[0] is not own):  # fmt: skip
+        return f"{gather.name} reads another head, or probabilities"
+    if gather and gather.args[2].meta["val"].shape != (*value.shape[:-1], 1):
         return "several labels for each token"
-    return gathers[0], sums, lasts[0] if lasts else None
+    ends = [*lasts, *([gather] if gather else []), *totals]
+    end = max(ends, key=aliases.position.get)
+    first = min((n for n in ends if n not in lasts), key=aliases.position.get)
+    sides = []
+    for side in [own, *(z for z in inputs if z is not own)]:
+        logits = _logits(side, found, (lasts and end) or first)
+        if isinstance(logits, str):
+            return logits
+        if aliases.position[logits.head.product] > aliases.position[first]:
+            return f"{first.name} comes before the logits of the other head"
+        if side.meta["val"].numel() != value.numel() or side.meta["val"].shape[-1] != value.shape[-1]:
+            return f"{side.name} has other tokens"
+        sides.append(logits)
+    if gather and gather.args[2].op == "call_function" and aliases.position[gather.args[2]] > aliases.position[first]:
+        return "its labels are computed after the entropy"
+    if len(sides) == 2 and not math.isclose(sides[0].scale, sides[1].scale):
+        return "the other head has another temperature"
+    shape = tuple(own.meta["val"].shape[:-1])
+    tokens = TokenHead(set(found), sides[0], (*sides, None)[1], shape, gather, {}, first)
+    for total in totals:
+        tokens.totals[total] = rows = _contents(read(total.args[0]), own, shape)
+        if isinstance(rows, str) or {gather, *totals} & {node for key in rows for node in key}:
+            return f"{total.name} sums what is no entropy or divergence"
+    reason = _backward(tokens, lasts, own, read) if lasts else None
+    for logits in sides:
+        reason = reason or unfit(logits.head, {logits.head.product}, aliases)
+    return reason or tokens
+
+
+def _region(softmax: fx.Node, read: Reading) -> tuple[list[fx.Node], ...]:
+    """What is made of ``softmax`` and of the heads that it meets: (softmaxes, gathers, sums, the gradients of
+    softmaxes, other readers)."""
+    found, gathers, totals, lasts, others = [], [], [], [], []
+    queue, seen = [softmax], {softmax}
+    while queue:
+        node = queue.pop()
+        if node.target in SOFTMAXES:
+            found.append(node)
+            reached = [user for user in node.args[0].users if user.target in SOFTMAXES]
+        else:
+            reached = [u for key in read(node) for s in key if isinstance(s, tuple)
+                       for u in s[1].users if u.target in SOFTMAXES]  # fmt: skip
+        for user in (*readers(node), *reached):
+            if user in seen:
+                continue
+            seen.add(user)
+            if user.target is aten.gather.default and node.target in SOFTMAXES:
+                gathers.append(user)
+            elif user.target in _BACKWARDS:
+                lasts.append(user)
+            elif user.target in _SUMS and _sums_last(user):
+                totals.append(user)
+            elif (terms := read(user)) and all(any(isinstance(s, tuple) for s in key) for key in terms):
+                queue.append(user)
+            elif user.target is not aten.scatter_add.default and not _adds_scatter(user):
+                others.append(user)
+    return found, gathers, totals, lasts, others
+
+
+def _adds_scatter(node: fx.Node) -> bool:
+    """Whether ``node`` adds the gradient of a gather to others."""
+    return node.target is aten.add.Tensor and any(_is_scatter(n) or _adds_scatter(n) for n in node.all_input_nodes)
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    return node.target is aten.scatter_add.default and node.args[0].target in _ZEROS
 
 
 def _itself(node: fx.Node) -> fx.Node:
@@ -127,20 +210,99 @@ def _itself(node: fx.Node) -> fx.Node:
     return _itself(node.args[0]) if node.target in SAME else node
 
 
-def _sums_last(node: fx.Node | None) -> bool:
-    return node is not None and node.target is aten.sum.dim_IntList and node.args[1] in (
-        [-1], [node.args[0].meta["val"].ndim - 1]
-    ) and not node.kwargs  # fmt: skip
+def _sums_last(node: fx.Node) -> bool:
+    """Whether ``node`` sums whole rows, or all of them."""
+    last = node.args[0].meta["val"].ndim - 1
+    return not node.kwargs and (node.target is not aten.sum.dim_IntList or node.args[1] in ([-1], [last]))
 
 
-def _backward(tokens: TokenHead) -> str | None:
-    """Find what leads from the softmax's gradient to those of the head; or why it cannot be rewritten."""
-    grad, product = tokens.last.args[0], tokens.head.product
-    if grad.target is not aten.scatter_add.default or len(grad.users) != 1 or grad.args[0].target not in _ZEROS:
-        return "its gradient is not that of the gather alone"
-    if grad.args[1:3] != (tokens.gather.args[1], tokens.gather.args[2]):
-        return "its gradient is of other labels"
-    tokens.slope = grad.args[3]
+def _is_sum(total: fx.Node, read: Reading) -> bool:
+    return any(sum(isinstance(s, tuple) and s[0] == P for s in key) for key in read(total.args[0]) or {})
+
+
+def _contents(terms: Terms | None, own: fx.Node, shape: tuple[int, ...]) -> Rows | str:
+    """What the sum over the vocabulary of ``terms`` is, for the head that takes ``own``."""
+    found: Rows = {}
+    for key, factor in (terms or {(): 0.0}).items():
+        rows, symbols = _divided(key)
+        kinds = dict(symbols)
+        if len(symbols) != 2 or set(kinds) != {P, LOG} or not _fit(rows, shape):
+            return "other terms"
+        for name in _CONTENTS[tuple(int(kinds[kind] is not own) for kind in (P, LOG))]:
+            factors = found.setdefault(rows, {})
+            factors[name] = factors.get(name, 0.0) - factor
+    return _without_zeros(found)
+
+
+def _without_zeros(found: Rows) -> Rows:
+    return {rows: {n: f for n, f in factors.items() if abs(f) > 1e-12} for rows, factors in found.items()}
+
+
+def _divided(key: tuple[Symbol, ...]) -> tuple[tuple[fx.Node, ...], list[tuple[str, fx.Node]]]:
+    """The values of rows of a product, and the rest of it."""
+    rest = [symbol for symbol in key if isinstance(symbol, tuple)]
+    return tuple(symbol for symbol in key if isinstance(symbol, fx.Node)), rest
+
+
+def _fit(rows: Iterable[fx.Node], shape: tuple[int, ...]) -> bool:
+    """Whether each of ``rows`` is a number, or has one for each token."""
+    return all(node.meta["val"].numel() in (1, math.prod(shape)) for node in rows)
+
+
+def _logits(side: fx.Node, softmaxes: list[fx.Node], end: fx.Node) -> Logits | str:
+    """The product that makes ``side``, which ``softmaxes`` take."""
+    node, views, scale = side, [], 1.0
+    while True:
+        if len(node.users) > 1 and (node is not side or set(node.users) - set(softmaxes)):
+            return f"{node.name}, its logits, is read elsewhere"
+        if node.target in _PRODUCTS and not node.kwargs:
+            return Logits(Head(node, end), views, scale)
+        factor = _factor(node)
+        if not (factor or _keeps_rows(node)):
+            return "its logits are no matrix product"
+        views.insert(0, node)
+        node, scale = node.args[0], scale * (factor or 1.0)
+
+
+def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Reading) -> str | None:
+    """Find what leads from the gradients of softmaxes to those of the head; or why it cannot be rewritten."""
+    product, gather, terms = tokens.head.product, tokens.gather, {}
+    tokens.last = lasts[0]
+    if len(lasts) > 1:  # of log p and of p
+        tokens.last = only_user(lasts[0])
+        if len(lasts) > 2 or tokens.last is None or set(tokens.last.args) != set(lasts) or (
+            tokens.last.target is not aten.add.Tensor
+        ):  # fmt: skip
+            return "the gradients of its logits do not meet"
+    for last in lasts:
+        parts = [last.args[0]]
+        while parts:
+            part = parts.pop()
+            if _adds_scatter(part) and len(part.users) == 1 and not part.kwargs:
+                parts += part.args
+            elif _is_scatter(part) and len(part.users) == 1 and tokens.slope is None:
+                if gather is None or part.args[1:3] != (gather.args[1], gather.args[2]):
+                    return "its gradient is of other labels"
+                tokens.slope = part.args[3]
+            elif (one := read(part)) is None:
+                return f"{part.name}, its gradient, is of another loss"
+            else:
+                terms = plus(terms, times(one, {((P, own),): 1.0}) if _BACKWARDS[last.target] == P else one)
+    for key, factor in terms.items():
+        rows, symbols = _divided(key)
+        kinds = dict(symbols)
+        if len(symbols) == 2 and LOG in kinds and kinds.get(P) is own:
+            contents = _CONTENTS[0, int(kinds[LOG] is not own)]
+        elif len(symbols) == 1 and P in kinds:
+            contents = () if kinds[P] is own else (BACKWARD,)
+        else:
+            return "its gradient is of another loss"
+        if not _fit(rows, tokens.shape):
+            return "its gradient is not one of rows"
+        for name in contents:
+            factors = tokens.slopes.setdefault(rows, {})
+            factors[name] = factors.get(name, 0.0) - factor
+    tokens.slopes = _without_zeros(tokens.slopes)
     node, scale = tokens.last, 1.0
     while (user := only_user(node)) is not None and user.target not in (aten.t.default, *_PRODUCTS):
         factor = _factor(user)
@@ -150,7 +312,7 @@ def _backward(tokens: TokenHead) -> str | None:
         tokens.back.append(node)
     if node.meta["val"].shape != product.meta["val"].shape or node.meta["val"].dtype != product.meta["val"].dtype:
         return "the gradient of its logits is not that of a product"
-    if not math.isclose(scale, tokens.scale):
+    if not math.isclose(scale, tokens.own.scale):
         return "the gradient of its logits has another factor"
     for user in node.users:
         if reason := place(user, tokens.head, {node}):
@@ -189,43 +351,126 @@ class _Writer:
     def __init__(self, tokens: TokenHead, bounds: list[tuple[int, int]]):
         self.tokens, self.head, self.bounds = tokens, tokens.head, bounds
         self.width = self.head.x.meta["val"].shape[1]
-        self.lead = list(tokens.softmax.meta["val"].shape[:-1])
-        self.kept: list[fx.Node] = []
+        self.lead = list(tokens.shape)
+        self.kept: list[list[fx.Node]] = []  # the logits of both heads
+        #: What operators gave for all rows, by their names: of the labels' head, of divergences from p and from q.
+        self.stats: dict[str, list[fx.Node]] = {}
 
     def forward(self) -> None:
         tokens = self.tokens
-        build = self._builder(tokens.gather, tokens.first)
-        x = self._along(build, self.head.x, tokens.views)
-        self.x = self._rows(build, x, [tokens.rows, self.width])
-        self.labels = self._rows(build, tokens.gather.args[2], [tokens.rows])
-        found = []
+        like = [n for n in (tokens.gather, tokens.first) if n is not None]
+        build = self._builder(*like, before=tokens.first)
+        self.x = {id(side): self._rows_of(build, side) for side in self._sides}
+        self.labels = None
+        if tokens.gather is not None:
+            self.labels = self._rows(build, tokens.gather.args[2], [tokens.rows])
+        elif tokens.needs(OWN, OTHER):
+            self.labels = self._full(build, _IGNORE, torch.int64)
+        found: dict[str, list[list[fx.Node]]] = {}
         for part in self.bounds:
-            logits = self._logits(build, part)
+            logits = self._both(build, part)
             if len(self.bounds) == 1:
                 self.kept.append(logits)
-            stats = build(ours.token_stats.default, logits, self._part(build, self.labels, part), tokens.scale, _IGNORE)
-            found.append([build(operator.getitem, stats, i) for i in range(3)])
-        log_prob, self.log_sum, self.entropy = (self._cat(build, list(parts)) for parts in zip(*found, strict=True))
-        self._put(build, log_prob, tokens.gather)
-        for total in tokens.sums:
-            later = Builder(total, before=total)
-            self._put(later, later(aten.neg.default, self.entropy), total)
+            labels = self.labels and self._part(build, self.labels, part)
+            for name, (target, *args) in self._operators(logits, labels).items():
+                stats = build(target, *args)
+                found.setdefault(name, []).append([build(operator.getitem, stats, i) for i in range(3)])
+        for name, parts in found.items():
+            self.stats[name] = [self._cat(build, list(part)) for part in zip(*parts, strict=True)]
+        if tokens.gather is not None:
+            self._put(build, self.stats[OWN][0], tokens.gather)
+        for total, rows in tokens.totals.items():
+            self._put(*self._total(total, rows), total)
+
+    @property
+    def _sides(self) -> list[Logits]:
+        return [side for side in (self.tokens.own, self.tokens.other) if side is not None]
+
+    def _full(self, build: Builder, value: float, dtype: torch.dtype) -> fx.Node:
+        return build(aten.full.default, [self.tokens.rows], value, dtype=dtype, device=self.head.x.meta["val"].device)
+
+    def _operators(self, logits: list[fx.Node], labels: fx.Node | None) -> dict[str, tuple[Any, ...]]:
+        """The operators that are needed, each with its arguments."""
+        tokens, scale = self.tokens, self.tokens.own.scale
+        found: dict[str, tuple[Any, ...]] = {}
+        if tokens.gather is not None or tokens.needs(OWN):
+            found[OWN] = ours.token_stats.default, logits[0], labels, scale, _IGNORE
+        if tokens.needs(OTHER):
+            found[OTHER] = ours.token_stats.default, logits[1], labels, scale, _IGNORE
+        for name, order in ((FORWARD, 1), (BACKWARD, -1)):
+            if tokens.needs(name):
+                found[name] = ours.token_kl_stats.default, *logits[::order], scale
+        return found
+
+    def _value(self, name: str) -> fx.Node:
+        return self.stats[name][2 if name in (OWN, OTHER) else 0]
+
+    def _total(self, total: fx.Node, rows: Rows) -> tuple[Builder, fx.Node]:
+        """The value of ``total``, and what continues there."""
+        build = Builder(total, before=total)
+        value = self._weighted(build, rows, {name: self._value(name) for name in self.stats})
+        if total.target is not aten.sum.dim_IntList:
+            value = build(aten.sum.default, value)
+        if total.target is aten.mean.default:
+            value = build(aten.div.Scalar, value, total.args[0].meta["val"].numel())
+        return build, value
+
+    def _weighted(self, build: Builder, rows: Rows, values: dict[str, fx.Node]) -> fx.Node:
+        """The sum of ``values`` with the factors that ``rows`` has, (rows,) fp32."""
+        found = None
+        for nodes, factors in rows.items():
+            part = None
+            for name, factor in factors.items():
+                term = build(aten.mul.Scalar, values[name], factor) if factor != 1 else values[name]
+                part = term if part is None else build(aten.add.Tensor, part, term)
+            for node in nodes if part is not None else ():
+                part = build(aten.mul.Tensor, part, self._of_rows(build, node))
+            found = part if found is None or part is None else build(aten.add.Tensor, found, part)
+        return found
+
+    def _of_rows(self, build: Builder, node: fx.Node) -> fx.Node:
+        """``node``, a number or one for each token, as (rows,) or (1,) fp32."""
+        return build.cast(self._rows(build, node, [node.meta["val"].numel()]), torch.float32)
+
+    def _slope(self, build: Builder, name: str) -> fx.Node:
+        """The gradient of what ``name`` is, (rows,) fp32."""
+        one = self._full(build, 1.0, torch.float32)
+        rows = {nodes: {name: factors[name]} for nodes, factors in self.tokens.slopes.items() if name in factors}
+        return self._weighted(build, rows, {name: one})
 
     def backward(self) -> None:
         tokens, head, last = self.tokens, self.head, self.tokens.last
-        build = self._builder(last, last)
-        slope = build.cast(self._rows(build, tokens.slope, [tokens.rows]), torch.float32)
-        none = build(aten.zeros_like.default, slope)
+        build = self._builder(last, before=last)
+        slopes = {name: self._slope(build, name) for name in (OWN, FORWARD, BACKWARD) if any(
+            name in factors for factors in tokens.slopes.values())}  # fmt: skip
+        if tokens.slope is not None:
+            slope = build.cast(self._rows(build, tokens.slope, [tokens.rows]), torch.float32)
+            slopes = {OWN: build(aten.zeros_like.default, slope)} | slopes
+        elif OWN in slopes:
+            slope = build(aten.zeros_like.default, slopes[OWN])
         weight = build(aten.t.default, head.weight) if head.dx else None
         dx, dw, db = [], None, []
         for part in self.bounds:
-            logits = self.kept[0] if self.kept else self._logits(build, part)
-            numbers = [self._part(build, t, part) for t in (self.labels, self.log_sum, self.entropy, slope, none)]
-            build(ours.token_gradient_.default, logits, *numbers, tokens.scale, _IGNORE)
+            both = self.kept[0] if self.kept else self._both(build, part, len(slopes) > (OWN in slopes))
+            written = []
+            for i, name in enumerate(slopes):
+                logits = both[0] if i == len(slopes) - 1 else build(aten.clone.default, both[0])
+                numbers = [self.labels, *self.stats[OWN][1:], slope] if name == OWN else (
+                    [*self.stats[name][1:][:: 1 if name == FORWARD else -1], self.stats[name][0]])  # fmt: skip
+                numbers = [self._part(build, t, part) for t in (*numbers, slopes[name])]
+                if name == OWN:
+                    build(ours.token_gradient_.default, logits, *numbers, tokens.own.scale, _IGNORE)
+                else:
+                    more = tokens.own.scale, name == FORWARD
+                    build(ours.token_kl_gradient_.default, logits, both[1], *numbers, *more)
+                written.append(logits)
+            logits = written.pop()
+            for one in written:
+                build(aten.add_.Tensor, logits, one)
             if head.dx:
                 dx.append(build(aten.mm.default, logits, weight))
             if head.dw:
-                gradient, x = build(aten.t.default, logits), self._part(build, self.x, part)
+                gradient, x = build(aten.t.default, logits), self._part(build, self.x[id(tokens.own)], part)
                 dw = build(aten.mm.default, gradient, x) if dw is None else build(
                     aten.addmm.out, dw, gradient, x, out=dw
                 )  # fmt: skip
@@ -233,7 +478,7 @@ class _Writer:
                 db.append(build(aten.sum.dim_IntList, logits, [0], True, dtype=torch.float32))
         if dx:
             whole = build.view(self._cat(build, dx), [*self.lead, self.width])
-            whole = self._along(build, whole, tokens.back)
+            whole = self._along(build, whole, tokens.back, self.width)
             self._replace(head.dx, build.view(whole, head.x.meta["val"].shape))
         self._replace(head.dw, dw)
         for node in head.db:
@@ -243,20 +488,28 @@ class _Writer:
             value = node.meta["val"]
             node.replace_all_uses_with(build.cast(build.view(total, value.shape), value.dtype))
 
+    def _rows_of(self, build: Builder, side: Logits) -> fx.Node:
+        """The rows that ``side`` is computed of, one for each token."""
+        width = side.head.x.meta["val"].shape[1]
+        return self._rows(build, self._along(build, side.head.x, side.views, width), [self.tokens.rows, width])
+
+    def _both(self, build: Builder, part: tuple[int, int], other: bool = True) -> list[fx.Node]:
+        """The logits of a part, and with ``other`` those of the other head."""
+        found = []
+        for side in self._sides[: 2 if other else 1]:
+            x, head = self._part(build, self.x[id(side)], part), side.head
+            args = (x, head.weight) if head.bias is None else (head.bias, x, head.weight)
+            found.append(build(head.product.target, *args, like=head.product))
+        return found
+
     @staticmethod
     def _replace(nodes: list[fx.Node], new: fx.Node | None) -> None:
         for node in nodes:
             node.replace_all_uses_with(new)
 
-    def _builder(self, like: fx.Node, before: fx.Node) -> Builder:
+    def _builder(self, *like: fx.Node, before: fx.Node) -> Builder:
         """Adds nodes that Inductor leaves alone: products, and what their memory is given back after."""
-        return _Eager(like, before=before)
-
-    def _logits(self, build: Builder, part: tuple[int, int]) -> fx.Node:
-        x, head = self._part(build, self.x, part), self.head
-        if head.bias is None:
-            return build(aten.mm.default, x, head.weight, like=head.product)
-        return build(aten.addmm.default, head.bias, x, head.weight, like=head.product)
+        return _Eager(*like, before=before)
 
     def _part(self, build: Builder, node: fx.Node, part: tuple[int, int]) -> fx.Node:
         return node if len(self.bounds) == 1 else build(aten.slice.Tensor, node, 0, *part)
@@ -276,16 +529,16 @@ class _Writer:
         value = old.meta["val"]
         old.replace_all_uses_with(build.cast(build.view(new, value.shape), value.dtype))
 
-    def _along(self, build: Builder, node: fx.Node, views: list[fx.Node]) -> fx.Node:
+    def _along(self, build: Builder, node: fx.Node, views: list[fx.Node], width: int) -> fx.Node:
         """``node``, whose rows are those of logits, through the ``views`` that logits go through."""
         for view in views:
             if is_cast(view) or _factor(view):
                 continue
-            shape = [*view.meta["val"].shape[:-1], self.width]
+            shape = [*view.meta["val"].shape[:-1], width]
             if view.target is aten.slice.Tensor:
                 node = build(view.target, node, *view.args[1:])
             elif view.target is aten.slice_backward.default:
-                node = build(view.target, node, [*view.args[1][:-1], self.width], *view.args[2:])
+                node = build(view.target, node, [*view.args[1][:-1], width], *view.args[2:])
             else:
                 node = self._rows(build, node, shape)
         return node

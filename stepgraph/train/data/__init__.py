@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from stepgraph.train.data.chat import ChatTokenizer
+from stepgraph.train.data.chat import ChatTokenizer, PairTokenizer
 from stepgraph.train.data.formats import open_source
 from stepgraph.train.data.loader import Batch, PackedLoader, entropy, unigram, unigram_entropy, validation_batches
 from stepgraph.train.data.mixture import MixedLoader, describe_mixture
@@ -47,7 +47,7 @@ def open_data(
             raise ValueError(
                 f"{data} holds conversations, and bytes have no chat template: give --tokenizer FOLDER/tokenizer.json"
             )
-        opened = ChatTokenizer(tokenizer, row)
+        opened = ChatTokenizer(tokenizer, row) if not source.pairs else PairTokenizer(tokenizer, row and row // 2)
     require_one_kind([part.source for part in parts])
     if len(parts) == 1:
         return DataBundle(source, opened, source.describe())

@@ -261,6 +261,21 @@ class ChatTokenizer(JsonTokenizer):
         return marked
 
 
+class PairTokenizer(ChatTokenizer):
+    """`ChatTokenizer` of preference pairs: a document is the JSON of two conversations, of which ``encode`` gives
+    ``~n``, the ``n`` tokens of the first, and those of the second."""
+
+    def __init__(self, path: str | Path, row: int | None = None):
+        super().__init__(path, row)
+        self.fingerprint += "-pairs"
+
+    def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
+        """``encode`` of each document."""
+        sides = [json.dumps(side).encode() for document in documents for side in json.loads(document)]
+        found = super().encode_batch(sides)
+        return [np.concatenate([[~len(a)], a, b]) for a, b in zip(found[::2], found[1::2], strict=True)]
+
+
 def _marked(ids: list[int], offsets: list[Span], spans: list[Span]) -> np.ndarray:
     """``ids``, with ``~id`` for tokens without a character in ``spans``, and for the first, which follows nothing."""
     ids, offsets = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)

@@ -64,13 +64,13 @@ class Lane:
         self._where = f"files {', '.join(map(str, files[:8]))}{', ...' if len(files) > 8 else ''}"
         self._size, self._row = rows * seq_len, seq_len if source.chat else None
         self._left_out = (
-            f"{source.name}: conversations longer than seq_len={seq_len} tokens are cut, and conversations "
+            f"{source.name}: {source.unit} longer than seq_len={seq_len} tokens are cut, and {source.unit} "
             "without a word of the assistant are left out"
         )
 
     def buffers(self, mark: Mark | None, stop: threading.Event) -> Iterator[Buffer]:
         """The buffers from the one at ``mark`` on, by default the first, until ``stop`` is set."""
-        stream, size = stream_of(self._tokenizer.eos_id, self._row), self._size
+        stream, size = stream_of(self._tokenizer.eos_id, self._row, pairs=self._source.pairs), self._size
         tokens = stream.open()
         if mark is None:
             mark = Mark(0, 0, 0, 0, -stream.there)

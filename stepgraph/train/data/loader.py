@@ -23,7 +23,8 @@ BUFFER_TOKENS = 1 << 24  # that the first epoch shuffles at a time
 class PackedLoader:
     """An endless iterator over batches ``{"tokens": (B, T), "targets": (B, T)}``, int64 CPU tensors; with
     ``positions``, of each token in its document, too, by which attention stays within documents; of conversations with
-    ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's.
+    ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's; of
+    preference pairs with ``pairs_per_row`` in its place.
 
     The documents of ``split`` in a fixed mixed order, an end-of-text token before the first and after each, are one
     stream, cut into rows of T predictions; the last row is filled up from the stream's start. ``targets`` is the stream
@@ -57,7 +58,7 @@ class PackedLoader:
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
         self._name = source.name
-        self._seed, self._shuffle, self._positions, self._chat = seed, shuffle, positions, source.chat
+        self._seed, self._shuffle, self._positions, self._source = seed, shuffle, positions, source
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
         self._there, self._whole = 0, False  # tokens that are there, and whether these are all
         self._order: tuple[str, np.ndarray] = ("", np.empty(0))
@@ -78,7 +79,7 @@ class PackedLoader:
         first = self._rank * self._batch_size
         rows = np.stack([self.row(first + i) for i in range(self._batch_size)])
         self.advance(self._world_size * self._batch_size)
-        return to_batch(rows, self._chat)
+        return to_batch(rows, self._source)
 
     def row(self, ahead: int) -> np.ndarray:
         """The row that comes ``ahead`` rows after the next: its tokens (1, T + 1), with ``positions`` (2, T + 1) those
@@ -192,7 +193,7 @@ def validation_batches(
     check_sizes(batch_size, seq_len, rank, world_size)
     if n < 1:
         raise ValueError(f"n={n} validation batches: ask for at least 1")
-    stream = stream_of(tokenizer.eos_id, seq_len if source.chat else None)
+    stream = stream_of(tokenizer.eos_id, seq_len if source.chat else None, pairs=source.pairs)
     pieces, size = [stream.open()], batch_size * seq_len
     for text in source.texts("val"):
         pieces.append(stream.add(tokenizer.encode_batch([text])))
@@ -220,10 +221,11 @@ def validation_batches(
         begins = begun(stream.begins, 0, len(tokens))
         found = [positions_in_documents(begins[places]) for places in at]
         rows = [np.concatenate([one, its[:, None]], axis=1) for one, its in zip(rows, found, strict=True)]
-    batches = [to_batch(one, source.chat) for one in rows]
-    if source.chat:  # so that the mean of their losses is that over all targets
-        mean = torch.stack([batch["targets_per_row"] for batch in batches]).mean()
-        batches = [batch | {"targets_per_row": mean} for batch in batches]
+    batches = [to_batch(one, source) for one in rows]
+    if source.chat:  # so that the mean of their losses is that over all targets, or pairs
+        name = "pairs_per_row" if source.pairs else "targets_per_row"
+        mean = torch.stack([batch[name] for batch in batches]).mean()
+        batches = [batch | {name: mean} for batch in batches]
     return batches
 
 
@@ -259,14 +261,19 @@ def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None)
     return counts / total
 
 
-def to_batch(rows: np.ndarray, chat: bool = False) -> Batch:
+def to_batch(rows: np.ndarray, source: Corpus) -> Batch:
     """Rows (B, 1, T + 1) of the stream, or (B, 2, T + 1) with positions, as `PackedLoader.row` gives them, in a batch;
-    its tensors share no memory. ``chat``: with ``targets_per_row``, as not all targets count."""
+    its tensors share no memory. Of conversations with ``targets_per_row``, as not all targets count; of preference
+    pairs with ``pairs_per_row``."""
     tokens, targets = inputs_and_targets(rows[:, 0])
     batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
     if rows.shape[1] > 1:
         batch["positions"] = torch.from_numpy(rows[:, 1, :-1].copy())
-    if chat:
+    if source.pairs:
+        documents = (rows[:, 1, :-1] == 0).cumsum(1) + np.arange(len(rows))[:, None] * rows.shape[-1]
+        answers = len(np.unique(documents[targets != IGNORE]))
+        batch["pairs_per_row"] = torch.tensor(answers / 2 / len(rows), dtype=torch.float32)
+    elif source.chat:
         batch["targets_per_row"] = torch.tensor((targets != IGNORE).sum() / len(rows), dtype=torch.float32)
     return batch
 

@@ -63,7 +63,7 @@ class MixedLoader:
             taken = sum(one == part for one, _ in picks)
             loader.advance(taken)
             self._counts[part] += taken
-        return to_batch(np.stack(rows), self._parts[0].source.chat)
+        return to_batch(np.stack(rows), self._parts[0].source)
 
     def ready(self) -> None:
         """Wait until the next batch can be read, as `PackedLoader.ready`."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepgraph.models.preference import PAIR
 from stepgraph.train.data.formats import STREAMED, WHOLE, Streamed, open_source
 from stepgraph.train.data.sources import Corpus, Source, megabytes
 
@@ -37,7 +38,9 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
     """
     words = [data] if os.path.exists(data) else data.split(",")
     if text_field != "text" and all(re.fullmatch(r"stdlib|.*\.txt(\.gz)?", _plain(word), re.I) for word in words):
-        raise ValueError(f"text_field={text_field} names a field and {data} has none: drop --text-field")
+        what = "loss=dpo reads preference pairs" if text_field == PAIR else f"text_field={text_field} names a field"
+        fix = "give a jsonl or parquet file of these" if text_field == PAIR else "drop --text-field"
+        raise ValueError(f"{what} and {data} has none: {fix}")
     found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
         files = [file for word in words for file in _files(word)]

@@ -19,6 +19,7 @@ from stepgraph.errors import unknown_name
 from stepgraph.train.data.split import cut_sections, hash64, hash_names, mix64, shuffled, split_by_hash
 
 SPLITS = ("train", "val")
+PAIRS = "preference pairs"  # what documents are called of which each is two conversations
 
 
 class Corpus(ABC):
@@ -38,6 +39,11 @@ class Corpus(ABC):
     most_sampled = 20_000_000
     field = ""
     fingerprint: str
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a document is two conversations, the JSON of both, of which the first is the better one."""
+        return self.unit == PAIRS
 
     @abstractmethod
     def texts(self, split: str | None) -> Iterator[bytes]:

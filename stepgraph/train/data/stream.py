@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from stepgraph.models.loss import IGNORE
+from stepgraph.models.preference import PAIR_TOKENS
 
 
 class Stream(Protocol):
@@ -69,6 +70,8 @@ class Rows(Text):
     One longer than a row is cut to it, and left out if nothing of it is to be predicted; so each row has a target.
     """
 
+    _unit, _parts = "conversations", 1
+
     def __init__(self, eos_id: int, seq_len: int, there: int = 0):
         super().__init__(eos_id, there)
         self._seq_len, self._fill = seq_len, ~np.int32(eos_id)
@@ -77,13 +80,14 @@ class Rows(Text):
     def told(self) -> str:
         found, (cut, cut_out, silent) = [], (self.counts[why] for why in ("cut", "cut out", "silent"))
         if cut + cut_out:
+            half = f" (half of it, {self._seq_len // 2}, for each answer)" if self._parts == 2 else ""
             found.append(
-                f"{cut:,} conversations are cut to seq_len={self._seq_len} tokens, and {cut_out:,} left out, "
+                f"{cut:,} {self._unit} are cut to seq_len={self._seq_len} tokens{half}, and {cut_out:,} left out, "
                 "which have nothing of the assistant's in these: a larger --seq-len keeps them"
             )
         if silent:
             found.append(
-                f"{silent:,} conversations are left out, in which no message of the role assistant says anything"
+                f"{silent:,} {self._unit} are left out, in which no message of the role assistant says anything"
             )
         return "; ".join(found)
 
@@ -93,19 +97,23 @@ class Rows(Text):
     def add(self, documents: list[np.ndarray]) -> np.ndarray:
         pieces, at = [], self.there
         for ids in documents:
-            kept = ids[: self._seq_len]
-            if not (kept >= 0).any():
-                self.counts["cut out" if (ids >= 0).any() else "silent"] += 1
+            whole = self._split(ids)
+            kept = [part[: self._seq_len // self._parts] for part in whole]
+            if not all((part >= 0).any() for part in kept):
+                self.counts["cut out" if all((part >= 0).any() for part in whole) else "silent"] += 1
                 continue
-            self.counts["cut"] += len(kept) < len(ids)
-            if at % self._seq_len + len(kept) > self._seq_len:
+            size = sum(map(len, kept))
+            self.counts["cut"] += size < sum(map(len, whole))
+            if at % self._seq_len + size > self._seq_len:
+                kept.insert(0, np.full(-at % self._seq_len, self._fill))
+            for part in kept:
                 self.begins.append(at)
-                pieces.append(np.full(-at % self._seq_len, self._fill))
-                at += len(pieces[-1])
-            self.begins.append(at)
-            pieces.append(kept)
-            at += len(kept)
+                at += len(part)
+            pieces += kept
         return self._counted(pieces)
+
+    def _split(self, ids: np.ndarray) -> list[np.ndarray]:
+        return [ids]
 
     def close(self) -> np.ndarray:
         """Fills the last row, and gives the token that stands where its last one's target would be."""
@@ -115,9 +123,22 @@ class Rows(Text):
         return self._counted([np.full(-self.there % self._seq_len + 1, self._fill)])
 
 
-def stream_of(eos_id: int, row: int | None, there: int = 0) -> Stream:
-    """`Rows` of ``row`` tokens, or `Text` for None."""
-    return Text(eos_id, there) if row is None else Rows(eos_id, row, there)
+class Pairs(Rows):
+    """As `Rows`, of documents that are pairs, as `PairTokenizer` gives them: the chosen one is a document, next to the
+    rejected one in the same row, each cut to half a row. A pair takes `PAIR_TOKENS` at least, filled up as rows are.
+    """
+
+    _unit, _parts = "preference pairs", 2
+
+    def _split(self, ids: np.ndarray) -> list[np.ndarray]:
+        chosen, rejected = np.split(ids[1:], [~ids[0]])
+        missing = max(0, PAIR_TOKENS - len(chosen) - len(rejected))
+        return [chosen, np.pad(rejected, (0, missing), constant_values=self._fill)]
+
+
+def stream_of(eos_id: int, row: int | None, there: int = 0, pairs: bool = False) -> Stream:
+    """`Rows` of ``row`` tokens, or `Pairs`, or `Text` for None."""
+    return Text(eos_id, there) if row is None else (Pairs if pairs else Rows)(eos_id, row, there)
 
 
 def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

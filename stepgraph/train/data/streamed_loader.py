@@ -72,7 +72,7 @@ class StreamedLoader:
     def __next__(self) -> Batch:
         rows = np.stack([self.row(ahead) for ahead in self._own()])
         self.advance(self._world_size * self._batch_size)
-        return to_batch(rows, self._source.chat)
+        return to_batch(rows, self._source)
 
     def row(self, ahead: int) -> np.ndarray:
         """As `PackedLoader.row`."""

@@ -197,7 +197,7 @@ class TokenCache:
         if found["whole"]:
             return
         done, begun_before = found["documents"], found["begins"]
-        stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"])
+        stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"], self._source.pairs)
         stream.counts.update(found.get("counts", {}))
         with self._writing():
             tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)

@@ -132,6 +132,106 @@ def entropy_bonus(pair, ids):
     return (logs.exp() * logs).sum(-1).mean() - logs.gather(-1, ids.unsqueeze(-1)).mean()
 
 
+def logs_of(pair, ids, scale=1.0):
+    return [model(ids).float().mul(scale).log_softmax(-1) for model in (pair.policy, pair.reference)]
+
+
+def forward_kl(pair, ids):
+    """As it is distilled at a temperature."""
+    logs, target = (logs.flatten(0, 1) for logs in logs_of(pair, ids, 1 / 1.7))
+    return F.kl_div(logs, target, log_target=True, reduction="batchmean") * 1.7**2
+
+
+def masked_kl(pair, ids):
+    """Of the teacher's probabilities, for some of the tokens; the teacher runs first."""
+    with torch.no_grad():
+        target = pair.reference(ids).softmax(-1)
+    logs = pair.policy(ids).log_softmax(-1)
+    return (F.kl_div(logs, target, reduction="none").sum(-1) * (ids > 5)).sum() / 3
+
+
+def masked_elements(pair, ids):
+    logs, target = logs_of(pair, ids)
+    return (F.kl_div(logs, target, log_target=True, reduction="none") * (ids > 5).float().unsqueeze(-1)).sum() / 30
+
+
+def reverse_kl(pair, ids):
+    logs, target = logs_of(pair, ids)
+    return (logs.exp() * (logs - target)).sum(-1).mean()
+
+
+def soft_targets(pair, ids):
+    return -(pair.reference(ids).softmax(-1) * pair.policy(ids).log_softmax(-1)).sum(-1).mean()
+
+
+def softmax_entropy(pair, ids):
+    logits = pair.policy(ids)
+    return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def policy_gradient(pair, ids):
+    """GRPO's loss for one update, with both divergences and an entropy bonus."""
+    logs, target = logs_of(pair, ids)
+    mine = logs.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    kls = (logs.exp() * (logs - target)).sum(-1), (target.exp() * (target - logs)).sum(-1)
+    entropy = -(logs.exp() * logs).sum(-1)
+    stepgraph.metric("entropy", entropy.mean())
+    return ((mine.detach() - mine).exp() * (ids > 5)).mean() + 0.1 * kls[0].mean() + 0.3 * (kls[1] - entropy).mean()
+
+
+WRITTEN = {
+    "heads and divergences": [forward_kl, masked_kl, masked_elements, reverse_kl, soft_targets, policy_gradient],
+    "head and entropies": [softmax_entropy],
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16, "bias": True}], ids=str)
+@pytest.mark.parametrize("loss_fn", [loss_fn for losses in WRITTEN.values() for loss_fn in losses])
+def test_sums_over_the_vocabulary(loss_fn, options, chunks):
+    """However they are written, they are found, and as exact as eager."""
+    torch.manual_seed(0)
+    model, ids = Pair(**options), ids_of()
+    wide = gradients(copy.deepcopy(model).double(), loss_fn, ids, None)
+    _, plain, metrics, _ = gradients(model, loss_fn, ids, [])
+    loss, grads, mine, report = gradients(model, loss_fn, ids, [FUSE.with_options(chunks=chunks)])
+    (what,) = (what for what, losses in WRITTEN.items() if loss_fn in losses)
+    parts = "3 parts of 10 rows" if chunks == 3 else "one part"
+    assert report.notes == [] and report.summary.endswith(f"; {what} of 28 x 37 logits in {parts}")
+    tolerance = 2e-2 if options else 1e-5
+    torch.testing.assert_close(loss.double(), wide[0].double(), rtol=tolerance, atol=tolerance)
+    for name, value in metrics.items():
+        torch.testing.assert_close(mine[name], value, rtol=tolerance, atol=tolerance)
+    assert all(grads[name] is None for name, _ in model.reference.named_parameters("reference"))
+    for name, slope in wide[1].items():
+        if slope is not None:
+            error, before = ((g[name].double() - slope).norm() / slope.norm() for g in (grads, plain))
+            # Where three kernels add their gradients, each has rounded its own.
+            most = max(2e-6, (3 if loss_fn is policy_gradient else 2) * before)
+            assert error < most, f"{name}: {error:.1e} rewritten, {before:.1e} before"
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("loss_fn", [forward_kl, reverse_kl, policy_gradient])
+def test_no_logits_of_two_models(tools, loss_fn, chunks):
+    """Of parts alone, in bf16, and nothing of the teacher is kept or has a gradient; a peak far below fp32 logits."""
+    model, ids = Pair(dtype=torch.bfloat16), ids_of((4, 256))
+    step = tools.trace(model, loss_fn, ids)
+    before = estimate_memory(step.graph).peak
+    run_passes(step, [FUSE.with_options(chunks=chunks)])
+    wide = [n.meta["val"] for n in step.graph.nodes
+            if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].shape[-1:] == (VOCAB,)]  # fmt: skip
+    assert {(v.dtype, len(v)) for v in wide if v.shape[0] != WIDTH} == {(torch.bfloat16, 1024 // chunks)}
+    fp32 = 1024 * VOCAB * 4
+    assert estimate_memory(step.graph).peak < before - 2 * fp32
+    if chunks == 4:
+        assert estimate_memory(step.graph).peak < 2 * fp32
+    frozen = {n for n in step.graph.nodes if n.op == "placeholder" and "reference_out" in n.name}
+    readers = [user for node in frozen for t in node.users for user in t.users if user.target is aten.mm.default]
+    # The teacher's product: in forward, and again for the student's gradient.
+    assert len(readers) == (1 if chunks == 1 else 2 * chunks)
+
+
 def read_elsewhere(pair, ids):
     logits = pair.policy(ids)
     return picked(logits, ids).mean() + logits.tanh().mean()
@@ -150,7 +250,34 @@ def no_product(pair, ids):
     return picked(pair.policy(ids).cumsum(-1), ids).mean()
 
 
-@pytest.mark.parametrize("loss_fn", [entropy_bonus, read_elsewhere, top, several, no_product])
+def mutual(pair, ids):
+    """Two heads that both learn; the other one is the policy's own table."""
+    logs, others = (
+        pair.policy(ids).log_softmax(-1),
+        pair.policy.up(pair.policy.table(ids)) @ pair.policy.table.weight.t(),
+    )
+    others = others.log_softmax(-1)
+    return (logs.exp() * (logs - others)).sum(-1).mean() - logs.gather(-1, ids.unsqueeze(-1)).mean()
+
+
+def squared(pair, ids):
+    """A sum over the vocabulary of another form."""
+    logs = pair.policy(ids).log_softmax(-1)
+    return (logs.exp() * logs * logs).sum(-1).mean() - logs.gather(-1, ids.unsqueeze(-1)).mean()
+
+
+def likeliest(pair, ids):
+    """A value of each row, detached, is no sum: the probabilities would have to stay."""
+    logs = pair.policy(ids).log_softmax(-1)
+    return (logs.exp() * logs).sum(-1).mean() - (
+        logs.gather(-1, ids.unsqueeze(-1)) * logs.detach().amax(-1, True)
+    ).mean()
+
+
+LEFT = [likeliest, entropy_bonus, read_elsewhere, top, several, no_product, squared]
+
+
+@pytest.mark.parametrize("loss_fn", LEFT)
 def test_left_as_it_is(loss_fn):
     model, ids = Pair(), ids_of()
     expected, grads, *_ = gradients(model, loss_fn, ids, None)
@@ -161,6 +288,14 @@ def test_left_as_it_is(loss_fn):
     torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
         torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)
+
+
+def test_two_heads_that_both_learn_are_left():
+    model, ids = Pair(), ids_of()
+    expected, *_ = gradients(model, mutual, ids, None)
+    loss, *_, report = gradients(model, mutual, ids, [FUSE.with_options(chunks=2)])
+    assert report.changed == 0 and all("2 heads meet in it, 2 of them with a gradient" in note for note in report.notes)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_the_rest_of_the_passes_run_after_it():

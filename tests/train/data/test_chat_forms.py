@@ -51,7 +51,7 @@ def test_a_text_field_comes_first(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, "preference pairs .* TRL's DPOTrainer"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": "b"}, "preference pairs .* --loss dpo"),
         ({"instruction": "Hi", "output": None}, "'content' of message 2 of 'instruction' is missing"),
         ({"conversations": [{"from": "human", "value": 3}]}, "'content' of message 1 of 'conversations' is int"),
         ({"conversations": ["Hi"]}, "'role' of message 1 of 'conversations' is missing"),
@@ -61,3 +61,40 @@ def test_a_text_field_comes_first(tmp_path):
 def test_others_are_refused_in_one_line(tmp_path, row, said):
     with pytest.raises(ValueError, match=rf"data\.jsonl:1: .*{said}"):
         written(tmp_path / "data.jsonl", [row, row])
+
+
+PAIR = "chosen,rejected"
+HEARD = [ASKED | {"weight": 0}, SAID]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_pair_is_two_conversations_and_the_prompt_is_not_learned(tmp_path, suffix):
+    other, early = {"role": "assistant", "content": "Go"}, {"role": "assistant", "content": "Yes"}
+    rows = [
+        {"prompt": [SYSTEM, ASKED], "chosen": [SAID], "rejected": [other]},
+        {"prompt": [], "chosen": [ASKED, early, ASKED, SAID], "rejected": [ASKED, early, ASKED, other, ASKED, SAID]},
+        {"prompt": [ASKED], "chosen": [ASKED, SAID], "rejected": [ASKED, other]},
+    ]
+    written(tmp_path / f"data{suffix}", [{"text": "-", **row} for row in rows])
+    source = open_source(str(tmp_path / f"data{suffix}"), PAIR)
+    assert source.pairs and source.chat and source.unit == "preference pairs"
+    found = [json.loads(source.read(i)) for i in range(3)]
+    heard = [m | {"weight": 0} for m in (ASKED, early, ASKED)]
+    assert found[0] == [[SYSTEM | {"weight": 0}, ASKED | {"weight": 0}, said] for said in (SAID, other)]
+    assert found[1] == [[*heard, SAID], [*heard, other, ASKED, SAID]]
+    assert found[2] == [HEARD, [HEARD[0], other]]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "answers without a prompt: give the field 'prompt'"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": 3}, "'rejected' is int: give a list of messages"),
+        ({"prompt": "Hi", "chosen": ["a"], "rejected": ["b"]}, "message 2 of 'chosen' is str"),
+        ({"prompt": "Hi", "chosen": "a"}, "no field 'rejected' .it has prompt, chosen"),
+    ],
+)
+def test_a_wrong_pair_is_one_line(tmp_path, row, said):
+    (tmp_path / "data.jsonl").write_text(2 * (json.dumps(row) + "\n"))
+    with pytest.raises(ValueError, match=rf"data\.jsonl:1: .*{said}"):
+        open_source(str(tmp_path / "data.jsonl"), PAIR)

@@ -2,23 +2,33 @@
 
 import importlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from stepgraph.models.preference import PAIR
+from stepgraph.train.data.sources import PAIRS
+
 #: The fields of a conversation, the forms by which is looked first first: messages, ShareGPT's, Alpaca's, and pairs.
 CHATS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
+_CHOICES = tuple(PAIR.split(","))
 _ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
 TOOLS = "tools"  # next to it: what the assistant may call, which templates would have to be given
 NO_TOOLS = ("[]", "{}", "null")  # as a column of text has it
 
 
 def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
-    """Of columns: the first one with the documents, whether these are conversations, and what they are called.
+    """Of columns: the first one with the documents, whether these are conversations, and what they are called. With
+    ``text_field=PAIR`` a document is two conversations, of which the first is the better one.
 
     Raises ``ValueError`` where there is neither ``text_field`` nor a conversation, or two of one.
     """
     names = list(names)
+    if text_field == PAIR:
+        if missing := next((name for name in _CHOICES if name not in names), None):
+            has = ", ".join(names[:8]) or "none"
+            raise ValueError(f"{where}: no field {missing!r} (it has {has}): pairs are prompt, chosen and rejected")
+        return _CHOICES[0], True, PAIRS
     forms = [form for form in CHATS if text_field not in names and set(form) <= set(names)]
     chat, field = bool(forms), forms[0][0] if forms else text_field
     if field not in names:
@@ -30,8 +40,9 @@ def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bo
 
 def columns_of(names: Iterable[str], field: str, chat: bool) -> list[str]:
     """The columns that `document_of` looks at."""
-    form = next((form for form in CHATS if chat and form[0] == field), (field,))
-    return [*form, *(name for name in (TOOLS, "input") if chat and name in names)]
+    form = next((form for form in (*CHATS, _CHOICES) if chat and form[0] == field), (field,))
+    more = (TOOLS, "prompt") if form == _CHOICES else (TOOLS, "input")
+    return [*form, *(name for name in more if chat and name in names)]
 
 
 def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> bytes:
@@ -39,6 +50,8 @@ def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> b
     conversation with tools."""
     if chat and (row.get(TOOLS) or NO_TOOLS[0]) not in NO_TOOLS:
         raise no_tools(where)
+    if chat and field == _CHOICES[0]:
+        return b"[%b,%b]" % tuple(conversation(*side) for side in _pair(row, where))
     return conversation(_messages(row, field), where, field) if chat else encoded(row[field], where, field)
 
 
@@ -56,6 +69,26 @@ def _messages(row: Mapping[str, Any], field: str) -> Any:
             said = (side if isinstance(side, list) else [{"role": who, "content": side}] for who, side in sides)
             return [message for messages in said for message in messages]
     return row[field]
+
+
+def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str, str]]:
+    """The arguments of `conversation` for the chosen and the rejected one. What both begin with has weight 0: it is
+    the prompt, of which a conversation may have a copy."""
+    prompt = row.get("prompt")
+    if prompt is None and any(isinstance(row.get(name), str) for name in _CHOICES):
+        raise ValueError(f"{where}: answers without a prompt: give the field 'prompt', or lists of messages")
+    prompt, *sides = (
+        [{"role": who, "content": said}] if isinstance(said, str) else said
+        for who, said in (("user", prompt or []), *(("assistant", row.get(name)) for name in _CHOICES))
+    )
+    if all(isinstance(side, list) for side in (prompt, *sides)):
+        said = [[(m.get("role"), m.get("content")) if isinstance(m, dict) else m for m in s] for s in (prompt, *sides)]
+        if not all(side[: len(prompt)] == said[0] for side in said[1:]):
+            sides, said[1:] = [prompt + side for side in sides], [said[0] + side for side in said[1:]]
+        last = min(map(len, sides)) - 1
+        shared = next((i for i, (a, b) in enumerate(zip(*said[1:], strict=False)) if a != b or i == last), 0)
+        sides = [[m | {"weight": 0} if isinstance(m, dict) else m for m in s[:shared]] + s[shared:] for s in sides]
+    return ((side, where, name) for side, name in zip(sides, _CHOICES, strict=True))
 
 
 def optional(package: str, purpose: str) -> ModuleType:
@@ -105,5 +138,5 @@ def no_tools(where: str) -> ValueError:
 def no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
     has = ", ".join(list(names)[:8]) or "none"
     if {"chosen", "rejected"} <= set(names):
-        return ValueError(f"{where}: preference pairs (chosen, rejected) are for GraphStep with TRL's DPOTrainer")
+        return ValueError(f"{where}: preference pairs (chosen, rejected) are for --loss dpo: add it")
     return ValueError(f"{where}: no field {field!r} (it has {has}): name the one with the text by --text-field")
