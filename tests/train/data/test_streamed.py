@@ -37,7 +37,7 @@ EOS = ByteTokenizer.eos_id
 class Texts:
     """``texts`` of each file, in the place of a `Streamed`."""
 
-    name, chat = "texts", False
+    name, unit, chat, pairs = "texts", "documents", False, False
 
     def __init__(self, texts: list[list[bytes]]):
         self.texts, self.files = texts, len(texts)
@@ -50,7 +50,7 @@ class Texts:
 
 
 class Conversations(Texts):
-    chat = True
+    chat, unit = True, "conversations"
 
 
 class OddBytesAreTheAssistants(ByteTokenizer):
