@@ -136,6 +136,7 @@ class CapturedStep:
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
         self._is_exact = self.spec.is_exact
+        self._mesh = next((p.device_mesh for p in spec.model.parameters() if hasattr(p, "device_mesh")), None)
         self._current = self._bind(batch, self._signature(batch, leaves, structure))
 
     @property
@@ -272,7 +273,9 @@ class CapturedStep:
 
     def _verify(self, batch: Any, locate: bool) -> VerifyReport:
         bound = self._bound_to(batch, *flatten_batch(batch))
-        case = Case(replace(self.spec, batch=batch, accumulate=bound.traced.program.microbatches), bound)
+        case = Case(
+            replace(self.spec, batch=batch, ones=self._ones, accumulate=bound.traced.program.microbatches), bound
+        )
         return verify(case, locate)
 
     @property
@@ -311,7 +314,8 @@ class CapturedStep:
     def _signature(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on; in an exact step which attention
         masks hide nothing too, as eager sees it."""
-        forms = type(batch), *map(form, leaves), *first_places(leaves), self._is_exact and masks_of_ones(batch)
+        self._ones = masks_of_ones(batch, self.spec.accumulate, self._mesh) if self._is_exact else ()
+        forms = type(batch), *map(form, leaves), *first_places(leaves), self._ones
         training = tuple([module.training for module in self._modules])
         return forms, spec, training, self._update and self._update.constants()
 
@@ -342,7 +346,7 @@ class CapturedStep:
 
     def _captured(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room(batch, signature)
-        spec = replace(self.spec, batch=batch, accumulate=self._microbatches(batch))
+        spec = replace(self.spec, batch=batch, ones=self._ones, accumulate=self._microbatches(batch))
         if not self._forms:
             learn_lengths(spec)
         traced, apply = trace(spec), partial(self._rewrite, spec)

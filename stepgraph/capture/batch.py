@@ -8,10 +8,12 @@ from numbers import Number
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
 from stepgraph.capture.state import unwrap
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, warn_caller
 
 #: Values that are no tensors, which are constants of the graph; NumPy's scalars are numbers.
 _PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -54,13 +56,31 @@ def check_layout(tensor: torch.Tensor, holds: str) -> None:
         )
 
 
-def masks_of_ones(batch: Any) -> tuple[int, ...]:
+def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = None) -> tuple[int, ...]:
     """Places, among the batch's leaves, of attention masks that hide nothing, as tokenizers return them: eager looks
-    at their values, and transformers drops them."""
+    at their values, and transformers drops them. The ranks of ``mesh`` find the same places together: those of masks
+    that hide nothing on any. It warns of a mask that is kept though eager drops it for a microbatch, or on a rank."""
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)
-    leaves = enumerate(compat.pytree.tree_flatten_with_path(batch)[0])
-    return tuple(i for i, (path, leaf) in leaves if path and _is_mask(path[-1], leaf) and bool((leaf == 1).all()))
+    leaves = compat.pytree.tree_flatten_with_path(batch)[0]
+    masks = {i: leaf for i, (path, leaf) in enumerate(leaves) if path and _is_mask(path[-1], leaf)}
+    if not masks:
+        return ()
+    every = torch.stack([(mask == 1).all() for mask in masks.values()]).int()
+    parts = [[(microbatch(mask, k, microbatches) == 1).all() for k in range(microbatches)] for mask in masks.values()]
+    some = torch.stack([torch.stack(part).any() for part in parts]).tolist()
+    if mesh is not None:
+        every = every.to(mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(every, dist.ReduceOp.MIN, group=group)
+    found = tuple(i for i, ones in zip(masks, every.tolist(), strict=True) if ones)
+    dropped = next((i for i, ones in zip(masks, some, strict=True) if ones and i not in found), None)
+    if dropped is not None:
+        warn_caller(
+            f"batch{compat.pytree.keystr(leaves[dropped][0])} hides nothing in one microbatch or on one rank, where "
+            "eager drops it, and something in another: it is kept in all, which may change the last bits"
+        )
+    return found
 
 
 def _is_mask(key: Any, leaf: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import first_places, flatten_batch, has_values, masks_of_ones, microbatch, rebuilt
+from stepgraph.capture.batch import first_places, flatten_batch, has_values, microbatch, rebuilt
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
@@ -105,6 +105,7 @@ def trace_step(
     skip_nonfinite: bool = False,
     share: Share | None = None,
     exact: bool = False,
+    ones: Sequence[int] = (),
     replays: bool = False,
 ) -> Traced:
     """Capture one training step of ``model``.
@@ -114,9 +115,10 @@ def trace_step(
     would. Raises `CaptureError` with module path and source line for what cannot be captured.
 
     ``exact``: whether the step is to be bitwise eager's: what is read and cannot be watched is then refused, else
-    warned of. ``share``: this rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut;
-    the graph of the update that of the parameters that are here, with the others on the meta device. ``replays``:
-    whether what ``loss_fn`` reads of values may be answered after the step, see `stepgraph.capture.python.replay`.
+    warned of. ``ones``: places of masks of the batch that are literals of ones, see `masks_of_ones`. ``share``: this
+    rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph of the update
+    that of the parameters that are here, with the others on the meta device. ``replays``: whether what ``loss_fn``
+    reads of values may be answered after the step, see `stepgraph.capture.python.replay`.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -126,7 +128,7 @@ def trace_step(
     checks.check_batch(leaves)
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
-    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact
+    given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
     failed: ReplayError | None = None
     for fill in FILLS if replays else ():
         try:
@@ -151,9 +153,9 @@ def _traced(*given: Any) -> Traced:
                 break
             except (RunAgain, Again, DrawsFound) as found:
                 if isinstance(found, RunAgain):
-                    given = (*given[:10], found.calls, given[11])
+                    given = (*given[:11], found.calls, given[12])
                 elif isinstance(found, DrawsFound):
-                    given = (*given[:11], found.hosted)
+                    given = (*given[:12], found.hosted)
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         moving = trace.replay.prove(model) if trace.replay else []
@@ -192,6 +194,7 @@ class StepTrace:
         guard: Guard,
         share: Share | None = None,
         exact: bool = False,
+        ones: Sequence[int] = (),
         fill: float | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
@@ -204,7 +207,7 @@ class StepTrace:
         self.share = share
         self.slots = model_slots(model)
         self.batch, (leaves, self.spec) = batch, flatten_batch(batch)
-        self.ones = masks_of_ones(batch) if exact else ()  # literals, whose values Python may read as in eager
+        self.ones = ones  # literals, whose values Python may read as in eager
         self.first = first_places(leaves)  # what is one tensor in the batch is one in the trace
         self.leaves = [microbatch(leaf, 0, accumulate) for leaf in leaves]
         self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]

@@ -45,6 +45,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
         skip_nonfinite=spec.skip_nonfinite,
         share=spec.pipeline and spec.pipeline.share(),
         exact=spec.is_exact,
+        ones=spec.ones,
         replays=spec.replays,
     )
 

@@ -21,7 +21,7 @@ class StepSpec:
     update out where loss or gradient norm is not finite. ``placement``: as `parallelize` made it; None for a plain
     model. ``passes``, ``disable``: the passes that rewrite the graphs. ``backward``: False for forward and loss alone,
     without gradients or an update. ``replays``: Python in ``loss_fn`` that reads values to store them runs again after
-    each step.
+    each step. ``ones``: places in the batch of attention masks that hide nothing, see `masks_of_ones`.
     """
 
     model: nn.Module
@@ -36,6 +36,7 @@ class StepSpec:
     disable: tuple[str, ...] = ()
     backward: bool = True
     replays: bool = False
+    ones: tuple[int, ...] = ()
 
     @property
     def pipeline(self) -> Pipeline | None:
