@@ -7,6 +7,7 @@ from enum import Enum
 from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,7 @@ from stepgraph.capture.state import unwrap
 from stepgraph.errors import CaptureError, warn_caller
 
 #: Values that are no tensors, which are constants of the graph; NumPy's scalars are numbers.
-_PLAIN = (Number, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_PLAIN = (Number, np.bool_, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SHORTEST = 4
 
 
@@ -129,7 +130,20 @@ def form(leaf: Any) -> Any:
         (t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf, t.is_conj(), t.is_neg())
         for t in inner
     )
-    return plain if wrapping is None else (plain, wrapping.kind, wrapping.context, *wrapping.others.values())
+    if wrapping is not None:
+        return plain, wrapping.kind, wrapping.context, *wrapping.others.values()
+    return (plain, *((name, form(value)) for name, value in attributes(leaf).items())) if vars(leaf) else plain
+
+
+def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Plain values that the user's code has set on a tensor of the batch. Raises `CaptureError` for other ones."""
+    held = {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo")}
+    for name, value in held.items():
+        if not isinstance(value, _PLAIN):
+            raise CaptureError(
+                f"a tensor of the batch has the attribute {name}, a {_kind(value)}: pass it in the batch by a key"
+            )
+    return held
 
 
 def microbatch(leaf: Any, k: int, n: int) -> Any:

@@ -93,8 +93,8 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
         return needs, "in its backward: write x[mask] = y as torch.where(mask, y, x)"
     if any(map(compat.is_traceable_wrapper_subclass, recorder.model.parameters())):
         return needs, (
-            "over a mesh Python may read no value of a batch, such as the grids of images: ranks, whose batches differ, "
-            "would run different graphs; use torch.where or masks, or train on one GPU"
+            "over a mesh Python may read no value of a batch, such as the grids of images: ranks, whose batches "
+            "differ, would run different graphs; use torch.where or masks, or train on one GPU"
         )
     return needs, _fix(operator, "use torch.where or masks, or pass what the host decides in the batch as a number")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import compat
@@ -38,12 +39,24 @@ class EagerFormulas(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if getattr(func, "__name__", "") in _VALUES:
             return _values(func, args, kwargs)
+        if func in (torch.ctc_loss, nn.functional.ctc_loss):
+            return _ctc_loss(func, *args, **kwargs)
         special = _SPECIAL.get(func)
         if special is None or not torch.is_grad_enabled() or compat.in_function_transform():
             return func(*args, **kwargs)
         if special is _put and any(map(self.is_known, _masks(args[1]))):
             return func(*args, **kwargs)
         return special(func, *args, **kwargs)
+
+
+def _ctc_loss(func: Any, log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Lengths that are plain numbers as tensors: torch would write the numbers into a tensor of the trace."""
+
+    def lengths(value: Any) -> Any:
+        return torch.tensor(value, dtype=torch.long) if isinstance(value, (tuple, list)) else value
+
+    kwargs = {name: lengths(value) for name, value in kwargs.items()}
+    return func(log_probs, targets, *map(lengths, args), **kwargs)
 
 
 def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import first_places, flatten_batch, has_values, microbatch, rebuilt
+from stepgraph.capture.batch import attributes, first_places, flatten_batch, has_values, microbatch, rebuilt
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
@@ -330,6 +330,8 @@ class StepTrace:
         leaves = list(self.leaves)
         for i, (where, wrapping) in inputs.items():
             leaf = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
+            if has_values(self.leaves[i]):
+                vars(leaf).update(attributes(self.leaves[i]))
             leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 

@@ -77,7 +77,7 @@ from stepgraph.compat.fake import (
 from stepgraph.compat.lengths import SymbolicLength, keep_mode
 from stepgraph.compat.memory import dump_memory, record_memory
 from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
-from stepgraph.compat.optimizer import accelerated_inside, has_step_hooks, mark_stepped
+from stepgraph.compat.optimizer import accelerated_inside, has_step_hooks, mark_stepped, step_replaced
 from stepgraph.compat.pipelining import pipeline_order
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -11,6 +12,14 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user hooked code to ``optimizer.step``, or to that of every optimizer."""
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+
+
+def step_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` was replaced on the object: by other than torch's schedulers, which note there that it ran."""
+    step = vars(optimizer).get("step")
+    while getattr(step, "__code__", None) and step.__code__.co_filename == lr_scheduler.__file__:
+        step = step.__wrapped__
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -202,6 +202,15 @@ def test_ctc_of_transformers(check_training, lengths):
     )
 
 
+def test_ctc_with_lengths_that_are_numbers():
+    model, batch = torch.nn.Linear(6, 6), {"x": torch.randn(5, 2, 6), "targets": torch.tensor([[1, 2, 3], [4, 5, 0]])}
+
+    def ctc(m, b):
+        return F.ctc_loss(m(b["x"]).log_softmax(-1), b["targets"], (5, 4), target_lengths=[3, 2], zero_infinity=True)
+
+    assert stepgraph.capture(model, ctc, batch, passes="exact").verify(batch).bitwise
+
+
 def qwen2_vl():
     transformers = pytest.importorskip("transformers")
     text = dict(

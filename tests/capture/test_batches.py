@@ -3,6 +3,7 @@
 import math
 from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -36,6 +37,16 @@ def by_dtype(model, batch):
     return (model(batch["x"]).to(batch["dtype"]) * batch["by"]).sin().mean().float()
 
 
+def by_attribute(model, batch):
+    return (model(batch["x"]) * getattr(batch["x"], "scale", 1.0)).sin().mean()
+
+
+def scaled(scale):
+    x = X.clone()
+    x.scale = scale
+    return {"x": x}
+
+
 def written(model, batch):
     batch["x"].mul_(1.5)
     return (model(batch["x"]) * batch["y"]).sin().mean()
@@ -50,6 +61,8 @@ X = torch.linspace(-2, 2, 24).view(4, 6)
         (by_identity, lambda: [(lambda x: {"x": x, "y": x})(X.clone()), {"x": X.clone(), "y": X.clone()}]),
         (written, lambda: [(lambda x: {"x": x, "y": x})(X.clone()), {"x": X.clone(), "y": X.clone()}]),
         (by_sign, lambda: [{"x": X, "by": 0.0}, {"x": X, "by": -0.0}]),
+        (by_attribute, lambda: [{"x": X}, scaled(2.0)]),
+        (by_attribute, lambda: [scaled(np.bool_(True)), scaled(3)]),
         (by_class, lambda: [Encoding(x=X), Encoding(x=X + 1)]),
         (by_dtype, lambda: [{"x": X, "dtype": torch.float64, "by": 2}, {"x": X, "dtype": torch.bfloat16, "by": 2}]),
     ],
@@ -77,6 +90,7 @@ def test_a_number_that_is_none_is_no_new_form():
         (lambda: torch.nested.nested_tensor([X[0], X[1]]), "the batch holds a nested tensor.*pad rows"),
         (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "the batch holds a quantized tensor"),
         (lambda: X.numpy(), "the batch holds a numpy.ndarray; allowed"),
+        (lambda: scaled(X)["x"], "a tensor of the batch has the attribute scale, a torch.Tensor: pass it in the batch"),
     ],
 )
 def test_layouts_that_are_refused(odd, message):

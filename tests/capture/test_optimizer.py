@@ -225,6 +225,27 @@ def test_step_hooks_are_refused():
         capture(model, optimizer)
 
 
+class Scaling(torch.optim.SGD):
+    """To be replaced after the capture."""
+
+
+def test_a_step_that_is_replaced_is_refused():
+    model, (batch, *_) = mlp(), pairs()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = capture(model, optimizer)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # notes in a step of its own that one ran
+    step(batch)
+    optimizer.step = lambda: None
+    for call in (lambda: step(batch), lambda: capture(model, optimizer)):
+        with pytest.raises(ValueError, match="step was replaced on the optimizer object"):
+            call()
+    optimizer = Scaling(model.parameters())
+    step = capture(model, optimizer)
+    Scaling.step = lambda self: None
+    with pytest.raises(ValueError, match="replaced after the capture"):
+        step(batch)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_model_converted_after_its_first_step(fused):
     """As eager, in one line."""

@@ -56,7 +56,7 @@ def _check_reads():
     batch = {"x": torch.randn(3, 4), "n": torch.tensor([1, 2])}
     stepgraph.capture(model, loss_fn, batch, passes="exact")
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="item.*over a mesh Python may read no value of a batch.*train on one GPU"):
+    with pytest.raises(ValueError, match=r"item.*over a mesh Python may read no value of a batch.*train on one GPU"):
         stepgraph.capture(model, loss_fn, batch, passes="exact")
 
 

@@ -40,6 +40,7 @@ class Update:
             if (rule := _rule_of(optimizer)) is not None:
                 rule.check(optimizer)
         self.own = {one: OwnStep(one) for one in self.optimizers if _rule_of(one) is None}
+        self._steps = list(map(_class_and_step, self.optimizers))
         self.check_hooks()
         #: What calls of the traced step do on the host.
         self.hosts: list[Host] = []
@@ -57,9 +58,18 @@ class Update:
                 owners[id(param)] = type(optimizer).__name__
 
     def check_hooks(self) -> None:
-        """Raise if the user hooked code to an optimizer's step."""
+        """Raise if the user hooked code to an optimizer's step, or replaced it."""
         if any(map(compat.has_step_hooks, self.optimizers)):
             raise ValueError("the optimizer has step hooks, which a captured step would not run; remove them")
+        if any(map(compat.step_replaced, self.optimizers)):
+            raise ValueError(
+                "step was replaced on the optimizer object, which a captured step would not run; write a subclass of "
+                "the optimizer, or remove it"
+            )
+        if list(map(_class_and_step, self.optimizers)) != self._steps:
+            raise ValueError(
+                "the optimizer's class, or its step, was replaced after the capture: capture the step again"
+            )
 
     def check_gradients(self) -> None:
         """Raise if a parameter holds a gradient already: eager's update would take it too."""
@@ -219,6 +229,10 @@ class Update:
         """Tell learning rate schedulers that the optimizers have stepped."""
         for optimizer in self.optimizers:
             compat.mark_stepped(optimizer)
+
+
+def _class_and_step(optimizer: torch.optim.Optimizer) -> tuple[type, Callable]:
+    return type(optimizer), type(optimizer).step
 
 
 def _rule_of(optimizer: torch.optim.Optimizer) -> Rule | None:

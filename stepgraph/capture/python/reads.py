@@ -46,7 +46,9 @@ class Change(NamedTuple):
         elif isinstance(self.holder, dict):
             self.holder.pop(self.key, None) if value is ABSENT else self.holder.__setitem__(self.key, value)
         elif value is ABSENT:
-            object.__delattr__(self.holder, self.key)
+            delattr(self.holder, self.key) if isinstance(self.holder, type) else object.__delattr__(
+                self.holder, self.key
+            )
         else:
             setattr(self.holder, self.key, value)
 
@@ -70,7 +72,7 @@ class Reads:
         self.random = HostRandom(model)
         self.read: list[torch.Tensor] = []  # tensors from outside the step whose values Python read
         self._environment: set[str] = set()
-        self._classes: list[type] = []
+        self._classes: dict[type, None] = {}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -134,8 +136,8 @@ class Reads:
             return path in skipped
 
         def names_of(path: str, value: Any) -> list[str] | None:
-            if kind_of(type(value)) == "instance" and not self._is_seen(type(value)):
-                return None
+            if kind_of(type(value)) == "instance" and self._classes.keys().isdisjoint(type(value).__mro__):
+                return None  # all of it
             found = sorted(self.names[id(value)]) if id(value) in self.names else None
             if found is not None and keys:
                 holders = id(value), id(values.held_by(value))
@@ -178,7 +180,7 @@ class Reads:
             _UNCHANGEABLE.add(cls)
         else:
             self._noting[cls] = before
-            self._classes.append(cls)
+            self._classes[cls] = None
 
     def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
         of_torch = of_modules and (name in _OF_TORCH or _is_torchs(owner, name))
@@ -240,6 +242,8 @@ class Reads:
                 self._caches.append((value, value.cache_info().currsize))
                 found = list(parts.plain_parts(value))
             elif kind == "class":
+                if kind_of(value) == "instance" and of_program(value.__module__):
+                    self._note_class(value)  # the trace may make objects of it
                 found = [*self._of_class(value), *self._of_class(type(value))]
             elif kind == "namespace":
                 found = list(parts.parts_of_namespace(value, self._named))
@@ -250,7 +254,7 @@ class Reads:
             for part in found:
                 where = part.name if part.absolute else path + part.name
                 inside = values.behind(part.value)
-                if part.how in ("item", "attribute") and part.key != "__defaults__":
+                if part.how != "content" and part.key != "__defaults__":
                     self._before.setdefault((id(part.holder), part.key), (where, part.holder, part.key, inside))
                 if parts.is_looked_into(part):
                     pending.append((where, inside))
@@ -275,9 +279,16 @@ class Reads:
                 owners[id(held)] = id(value)
         found = []
         for (holder_id, _), (where, holder, key, old) in self._before.items():
-            new = dict.get(holder, key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
+            if isinstance(holder, type):
+                new = vars(holder).get(key, ABSENT)
+            else:
+                new = dict.get(holder, key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
             if new is not old and not _same(old, new):
                 found.append(Change(where, holder, key, old, new, holder_id in self._of_model))
+        for cls in [cls for cls in self._met.values() if isinstance(cls, type) and of_program(cls.__module__)]:
+            for key in [k for k in vars(cls) if (id(cls), k) not in self._before and not k.startswith("__")]:
+                if not values.is_slot(new := vars(cls)[key]):
+                    found.append(Change(f"{cls.__module__}.{cls.__qualname__}.{key}", cls, key, ABSENT, new, False))
         for holder_id, (where, holder, before) in self._whole.items():
             if before is None:
                 for key in [key for key in holder if (holder_id, key) not in self._before]:
@@ -297,13 +308,16 @@ class Reads:
 
 
 _UNCHANGEABLE: set[type] = set()
+#: What ``nn.ParameterDict`` and ``nn.ParameterList`` hold, plain values among it.
+_OF_CONTAINERS = ("_keys", "_size")
 
 
 def _is_torchs(module: nn.Module, name: str) -> bool:
     """Whether an attribute of a module is for torch's own class alone, such as the flat weights of an LSTM."""
     if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):  # a class of the user's inherits them
         return True
-    return name.startswith("_") and type(module).__module__.startswith("torch.nn.")
+    of_torch = name.startswith("_") and type(module).__module__.startswith("torch.nn.")
+    return of_torch and name not in _OF_CONTAINERS
 
 
 def parts_registered(held: dict) -> tuple[dict, ...]:

@@ -148,8 +148,7 @@ class _Walk:
             self.found[path] = ("value", value)
             if values.has_more(type(value)) and self._paths.setdefault(id(value), path) == path:
                 self._kept.append(value)
-                self._class(type(value), values.held_by(value) or ())
-                self._parts(path, parts.parts_of_instance(value, None))
+                self._all_of(path, value)
             return
         met = self._paths.setdefault(id(value), path)
         if met != path:
@@ -176,8 +175,11 @@ class _Walk:
                 names = self.names_of(path, value)
                 if names is not None and "architectures" in (values.held_by(value) or ()):
                     names = [name for name in names if name not in _OF_CHECKPOINTS]
-                self._class(type(value), names or ())
-                self._parts(path, parts.parts_of_instance(value, names))
+                if names is None:
+                    self._all_of(path, value)
+                else:
+                    self._class(type(value), names)
+                    self._parts(path, parts.parts_of_instance(value, names))
             case "function":
                 self.found[path] = ("is", value.__code__)
                 if is_of_program(value.__code__.co_filename):
@@ -205,6 +207,14 @@ class _Walk:
             case _:
                 self.found[path] = ("is", value)
                 self._parts(path, parts.plain_parts(value))
+
+    def _all_of(self, path: str, value: Any) -> None:
+        """Watch all that an object holds, and what may be added, as its reads were not seen."""
+        held = values.held_by(value)
+        if held is not None:
+            self.contents.append((held, values.elements(held)))
+        self._class(type(value), held or ())
+        self._parts(path, parts.parts_of_instance(value, None))
 
     def _class(self, cls: type, names: Iterable[str]) -> None:
         if cls not in self._of_class and not cls.__flags__ & 1 << 8:
@@ -244,7 +254,6 @@ class _Walk:
             self.attributes.append((value, "default_factory", value.default_factory))
         if not isinstance(value, (tuple, frozenset)):
             self.contents.append((value, values.elements(value)))
-        held = values.held_by(value)
         if values.is_flat(value):
             self.found[path] = ("flat", (type(value), values.copied(value)))
             if isinstance(value, defaultdict):
@@ -253,9 +262,8 @@ class _Walk:
             labels = [part.name for part in parts.parts_of_container(value)]
             self.found[path] = ("elements", (type(value), labels))
             self._parts(path, parts.parts_of_container(value))
-        if held:
-            self._class(type(value), held)
-            self._parts(path, parts.parts_of_instance(value, None))
+        if values.held_by(value) is not None:
+            self._all_of(path, value)
 
     def _module(self, path: str, module: nn.Module, key: str) -> None:
         """What was read of a module of the model, or one outside of it."""

@@ -592,6 +592,20 @@ def test_what_the_loss_changes_outside_of_the_model_is_refused(kind):
     criterion(model(x))  # no fake tensor is left
 
 
+class Counter:
+    count = 0
+
+
+def test_a_count_in_a_class_is_refused_and_set_back():
+    def loss_fn(model, x):
+        Counter.count += 1
+        return model(x).mean() * Counter.count
+
+    with pytest.raises(CaptureError, match=r"Counter.count counts in Python: 0 -> 1"):
+        stepgraph.capture(nn.Linear(4, 4), loss_fn, torch.randn(3, 4), passes="exact")
+    assert Counter.count == 0
+
+
 class Registry(collections.OrderedDict):
     """Gives out an object of the class that it holds, as the activations of transformers do."""
 
@@ -888,7 +902,37 @@ def mode_of_a_new_module():
     return model, change
 
 
+def missing_of_a_namespace():
+    held = types.SimpleNamespace()
+    return reading(lambda m: getattr(held, "scale", 1.0)), lambda: setattr(held, "scale", 2.0)
+
+
+class Single:
+    scale = 1.0
+
+    def __new__(cls):
+        if not hasattr(cls, "only"):
+            cls.only = super().__new__(cls)
+            cls.only.scale = 1.0
+        return cls.only
+
+
+def object_made_in_the_trace():
+    if hasattr(Single, "only"):
+        del Single.only
+    return reading(lambda m: Single().scale), lambda: setattr(Single(), "scale", 2.0)
+
+
+def number_in_a_parameter_dict():
+    held = nn.ParameterDict({"a": torch.ones(())})
+    model = reading(lambda m: sum(float(v) for v in held.values() if isinstance(v, float)) + 1.0, held=held)
+    return model, lambda: held.update({"b": 2.0})
+
+
 UNSEEN = [
+    missing_of_a_namespace,
+    object_made_in_the_trace,
+    number_in_a_parameter_dict,
     weak_reference,
     weak_dictionary,
     weak_keys,
@@ -923,6 +967,7 @@ UNSEEN = [
 ]
 #: What people do most; the others are for the long tests.
 USUAL = [context_variable, state_of_a_hook, parameter_added, value_of_a_tensor, forward_of_a_class, environment]
+USUAL += [missing_of_a_namespace, object_made_in_the_trace, number_in_a_parameter_dict]
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in USUAL else pytest.mark.long) for k in UNSEEN])
