@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import HIDDEN_WRITES, is_launch, is_mutating, is_view
+from stepgraph.graph.facts import HIDDEN_WRITES, TRAINING, is_launch, is_mutating, is_view
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -13,6 +13,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if is_launch(node):
         return [node.args[i] for i in node.target.writes]
     if node.target in HIDDEN_WRITES:
+        if node.args[TRAINING] is False:  # statistics are only read
+            return []
         return [node.args[i] for i in HIDDEN_WRITES[node.target] if isinstance(node.args[i], fx.Node)]
     written: list[fx.Node] = []
     for i, argument in enumerate(node.target._schema.arguments):

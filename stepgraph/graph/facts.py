@@ -29,6 +29,8 @@ _HIDDEN_VIEWS = {
 
 #: Write into arguments although their schema does not say so: the positions of running mean and variance.
 HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
+#: Where the flag is by which they do.
+TRAINING = 5
 
 #: Higher-order operators that only compute.
 _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_backward}

@@ -59,8 +59,8 @@ class GraphTrainer(Trainer):
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
     in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
-    The same where a callback has ``on_pre_optimizer_step``, which may read and change gradients. Callbacks of
-    ``on_optimizer_step`` otherwise run after the update.
+    The same where gradients may be read and changed: by a callback's ``on_pre_optimizer_step`` or ``on_substep_end``,
+    or a subclass's ``training_step``. Callbacks of ``on_optimizer_step`` otherwise run after the update.
 
     Raises ``ValueError`` for options that a captured step cannot serve: fp16's scaler, several GPUs in one process,
     DeepSpeed, FSDP1, offload, ``torch_compile``.
@@ -256,6 +256,12 @@ class GraphTrainer(Trainer):
         model.train()
         # A number of targets without dimensions is the same for every microbatch.
         self._waiting.append({**self._prepare_inputs(inputs), _TARGETS: num_items_in_batch})
+        if self.args.gradient_accumulation_steps > 1 and self._calls("on_substep_end"):
+            if self._mesh is not None:
+                raise ValueError(
+                    "over several GPUs a captured step has no gradients at on_substep_end: remove that callback"
+                )
+            return self._gradients_apart(model, [self._waiting.pop()], self.current_gradient_accumulation_steps)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         microbatches, self._waiting = self._waiting, []
@@ -266,7 +272,7 @@ class GraphTrainer(Trainer):
 
     def _step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         if self._changes_gradients() or len({_form(batch) for batch in microbatches}) > 1:
-            return self._gradients_apart(model, microbatches)
+            return self._gradients_apart(model, microbatches, len(microbatches))
         batch, count = _together(microbatches), len(microbatches)
         if count not in self._steps:
             self._steps[count] = self._capture(model, batch, count)
@@ -279,11 +285,15 @@ class GraphTrainer(Trainer):
         return loss
 
     def _changes_gradients(self) -> bool:
-        """Whether a callback runs between gradients and update, where it may change gradients."""
-        plain = TrainerCallback.on_pre_optimizer_step
-        return any(type(one).on_pre_optimizer_step is not plain for one in self.callback_handler.callbacks)
+        """Whether a callback, or a ``training_step`` of a subclass, may change gradients before the update."""
+        return self._calls("on_pre_optimizer_step") or type(self).training_step is not GraphTrainer.training_step
 
-    def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
+    def _calls(self, event: str) -> bool:
+        """Whether a callback runs at ``event``."""
+        plain = getattr(TrainerCallback, event)
+        return any(getattr(type(one), event) is not plain for one in self.callback_handler.callbacks)
+
+    def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]], count: int) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
         vars(self.accelerator).pop("clip_grad_norm_", None)
         if self._mesh is not None:
@@ -293,13 +303,14 @@ class GraphTrainer(Trainer):
                     "give dataloader_drop_last=True"
                 )
             self.accelerator.clip_grad_norm_ = ranks.clip
-        if not self._apart and self.is_world_process_zero() and not self._changes_gradients():
+        alike = self._changes_gradients() or len(microbatches) < count
+        if not self._apart and self.is_world_process_zero() and not alike:
             logger.warning(
                 "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their "
                 "gradients, which are clipped and applied in eager mode; pad to one length and drop the last batch for "
                 "one graph a step"
             )
-        count, total = len(microbatches), 0.0
+        total = 0.0
         if count not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
             self._apart[count] = capture(

@@ -332,6 +332,28 @@ def test_a_callback_that_changes_gradients(tmp_path):
     check_same(*both(tmp_path, trainer_options={"callbacks": [Clamps()]}, optim="sgd", count=6))
 
 
+class HalvesBetween(transformers.TrainerCallback):
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+
+def test_a_callback_that_changes_gradients_between_microbatches(tmp_path):
+    options = {"trainer_options": {"callbacks": [HalvesBetween()]}, "optim": "sgd", "gradient_accumulation_steps": 2}
+    check_same(*both(tmp_path, count=7, **options))
+
+
+class Halves:
+    def training_step(self, model, *args, **kwargs):
+        loss = super().training_step(model, *args, **kwargs)
+        model.lm_head.weight.grad.mul_(0.5)
+        return loss
+
+
+def test_a_subclass_that_changes_gradients(tmp_path):
+    check_same(*of_kind(Halves, output_dir=str(tmp_path), optim="sgd"))
+
+
 class Preferred:
     """Reads a reference model and an option of its own, which a callback changes."""
 

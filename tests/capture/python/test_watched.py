@@ -592,6 +592,14 @@ def test_what_the_loss_changes_outside_of_the_model_is_refused(kind):
     criterion(model(x))  # no fake tensor is left
 
 
+def test_a_norm_outside_of_the_model_that_only_reads_its_statistics():
+    teacher, model, x = nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4), torch.randn(3, 4)
+    step = stepgraph.capture(model, lambda m, b: (m(b) - teacher.eval()(b)).square().mean(), x, passes="exact")
+    assert step.verify(x).bitwise
+    with pytest.raises(CaptureError, match="writes into a tensor that is neither"):
+        stepgraph.capture(model, lambda m, b: (m(b) - teacher.train()(b)).square().mean(), x, passes="exact")
+
+
 class Counter:
     count = 0
 
