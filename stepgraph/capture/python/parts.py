@@ -13,6 +13,19 @@ from stepgraph.capture.python import values
 from stepgraph.capture.python.code import all_inside, attributes_read, globals_read, modules_imported
 from stepgraph.capture.python.places import counted_module, is_of_program, of_program
 
+#: What torch itself reads of a module to call it.
+OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"training", "forward"}
+#: What ``nn.ParameterDict`` and ``nn.ParameterList`` hold, plain values among it.
+_OF_CONTAINERS = ("_keys", "_size")
+
+
+def is_torchs(module: nn.Module, name: str) -> bool:
+    """Whether an attribute of a module is for torch's own class alone, such as the flat weights of an LSTM."""
+    if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):  # a class of the user's inherits them
+        return True
+    of_torch = name.startswith("_") and type(module).__module__.startswith("torch.nn.")
+    return of_torch and name not in _OF_CONTAINERS
+
 
 class Part(NamedTuple):
     """One value that is read of another.

@@ -25,9 +25,6 @@ from stepgraph.capture.python.places import is_of_program, of_program
 from stepgraph.capture.python.values import ABSENT, kind_of
 from stepgraph.capture.python.watched import HOOKS, LOSS, Watched, _Walk
 
-#: What torch itself reads of a module to call it.
-_OF_TORCH = frozenset((*dir(nn.Module), *vars(nn.Module()))) - {"training", "forward"}
-
 
 class Change(NamedTuple):
     """What a trace left in ``holder`` under ``key``, an attribute, an item, or None for all of a container."""
@@ -87,7 +84,7 @@ class Reads:
                 self._note_class(cls)
             for path, module in self.model.named_modules():
                 self._met[id(module)] = module
-                own = {key: value for key, value in vars(module).items() if not _is_torchs(module, key)}
+                own = {key: value for key, value in vars(module).items() if not parts.is_torchs(module, key)}
                 self._keep_dict(path, vars(module), own)
                 for held in parts_registered(vars(module)):  # they hold the trace's tensors inside, and only there
                     self._met[id(held)] = held
@@ -183,11 +180,17 @@ class Reads:
             self._classes[cls] = None
 
     def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
-        of_torch = of_modules and (name in _OF_TORCH or _is_torchs(owner, name))
+        if of_modules and name == "__dict__":
+            frame = sys._getframe(2)
+            of_torch = not is_of_program(frame.f_code.co_filename)
+        else:
+            of_torch = of_modules and (name in parts.OF_TORCH or parts.is_torchs(owner, name))
         if of_torch or (name.startswith("__") and name != "__dict__"):
             self.names[id(owner)]
             return
         self.names[id(owner)].add(name)
+        if of_modules and name == "__dict__":
+            return
         if id(owner) in self._met and kind_of(type(value)) != "atom":
             own = type(value) is MethodType and value.__self__ is owner
             self._meet(f"{type(owner).__name__}.{name}", value.__func__ if own else value)
@@ -304,20 +307,10 @@ class Reads:
     def _is_unread(self, change: Change, owners: dict[int, int]) -> bool:
         """Whether an attribute of the model was only written: a captured step leaves it."""
         read = self.names.get(owners.get(id(change.holder), 0), ())
-        return change.of_model and change.key not in read
+        return change.of_model and change.key not in read and "__dict__" not in read
 
 
 _UNCHANGEABLE: set[type] = set()
-#: What ``nn.ParameterDict`` and ``nn.ParameterList`` hold, plain values among it.
-_OF_CONTAINERS = ("_keys", "_size")
-
-
-def _is_torchs(module: nn.Module, name: str) -> bool:
-    """Whether an attribute of a module is for torch's own class alone, such as the flat weights of an LSTM."""
-    if isinstance(module, nn.RNNBase) and name.startswith("_flat_weight"):  # a class of the user's inherits them
-        return True
-    of_torch = name.startswith("_") and type(module).__module__.startswith("torch.nn.")
-    return of_torch and name not in _OF_CONTAINERS
 
 
 def parts_registered(held: dict) -> tuple[dict, ...]:

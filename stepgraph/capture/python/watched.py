@@ -273,6 +273,10 @@ class _Walk:
         self._note_class(module)
         held = vars(module)
         where = f"{path}." if path else ""
+        if "__dict__" in names:  # the user's code reads it whole
+            self.contents.append((held, values.elements(held)))
+            own = [key for key in held if not (key in parts.OF_TORCH or parts.is_torchs(module, key))]
+            names = [name for name in dict.fromkeys((*names, *own)) if name != "__dict__"]
         for name in names:
             part = Part(where + name, held.get(name, ABSENT), "item", held, name)
             self._parts("", [part])
@@ -337,6 +341,8 @@ class Watched:
         self._submodules = [dict(children) for children in self._children]
         self._registered = [(path, held) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
         self._counts = [len(held) for _, held in self._registered]
+        empty = [(held, name, path) for path, held in self._registered for name in held if held[name] is None]
+        self._empty, self._empty_names, self._empty_paths = _columns(empty)
         self._settings = compat.settings()
         self._handles = RemovableHandle.next_id
         self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in HOOKS]
@@ -373,6 +379,10 @@ class Watched:
             counted = zip(self._registered, self._counts, strict=True)
             path = next(path for (path, held), count in counted if len(held) != count)
             return f"tensors of {path or 'the model'} were added or removed"
+        if not all(map(is_, map(dict.get, self._empty, self._empty_names), repeat(None))):
+            places = zip(self._empty, self._empty_names, self._empty_paths, strict=True)
+            name, path = next((name, path) for held, name, path in places if held.get(name) is not None)
+            return f"{path + '.' if path else ''}{name} changed from None to a tensor"
         for name, before in self._environment.items():
             if os.environ.get(name) != before:
                 return f"os.environ[{name!r}] changed from {before!r} to {os.environ.get(name)!r}"

@@ -937,7 +937,20 @@ def number_in_a_parameter_dict():
     return model, lambda: held.update({"b": 2.0})
 
 
+def buffer_that_was_none():
+    model = reading(lambda m: 1.0 if m.empty is None else 2.0)
+    model.register_buffer("empty", None)
+    return model, lambda: setattr(model, "empty", torch.ones(2))
+
+
+def attribute_through_the_dict():
+    model = reading(lambda m: m.__dict__.get("scale", 1.0))
+    return model, lambda: setattr(model, "scale", 2.0)
+
+
 UNSEEN = [
+    buffer_that_was_none,
+    attribute_through_the_dict,
     missing_of_a_namespace,
     object_made_in_the_trace,
     number_in_a_parameter_dict,
@@ -975,7 +988,13 @@ UNSEEN = [
 ]
 #: What people do most; the others are for the long tests.
 USUAL = [context_variable, state_of_a_hook, parameter_added, value_of_a_tensor, forward_of_a_class, environment]
-USUAL += [missing_of_a_namespace, object_made_in_the_trace, number_in_a_parameter_dict]
+USUAL += [
+    buffer_that_was_none,
+    attribute_through_the_dict,
+    missing_of_a_namespace,
+    object_made_in_the_trace,
+    number_in_a_parameter_dict,
+]
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in USUAL else pytest.mark.long) for k in UNSEEN])
