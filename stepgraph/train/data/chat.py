@@ -176,11 +176,12 @@ class _Generation(Extension):
 
 
 def _is_learned(message: Message) -> bool:
-    """Whether an assistant's message is a target: not with a weight of 0, nor without content."""
-    weight = message.get("weight", 1)
-    if type(weight) not in (bool, int, float) or weight not in (0, 1):
-        raise ValueError(f"weight={weight!r} of a message is not allowed: give 0, not learned, or 1")
-    return bool(weight) and bool(message["content"].strip())
+    """Whether an assistant's message is a target: not with a weight of 0, as users also call it, nor without content."""
+    weights = {name: message.get(name, 1) for name in ("weight", "train", "training")}
+    for name, weight in weights.items():
+        if type(weight) not in (bool, int, float) or weight not in (0, 1):
+            raise ValueError(f"{name}={weight!r} of a message is not allowed: give 0, not learned, or 1")
+    return all(weights.values()) and bool(message["content"].strip())
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:

@@ -47,6 +47,7 @@ READ = {
     "the assistant first": lines(lambda i: only(answer("Hello"), ask("hi"), answer("yo"))),
     "the user last": lines(lambda i: only(ask("hi"), answer("yo"), ask("more?"))),
     "weights of messages": lines(lambda i: only(ask("q"), answer("no", weight=0), ask("q"), answer("a", weight=1))),
+    "marks of training": lines(lambda i: only(ask("q"), answer("no", train=False, training=True), answer("a"))),
     "a field of reasoning": lines(lambda i: only(ask("q"), answer("a", reasoning_content="hmm"))),
 }
 REFUSED = {
