@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-#: Names a folder for saved steps and tuned norms, or says "off".
+#: Names a folder for saved steps, or says "off".
 VARIABLE = "STEPGRAPH_CACHE"
 
 

@@ -154,11 +154,11 @@ def test_only_kernels_read_constants_of_their_module():
 def test_nothing_stays_behind(make, monkeypatch):
     monkeypatch.setattr(single, "PLANS", plans.Plans())
     monkeypatch.setattr(workspace, "_streams", {})
-    before = plans._empty, single.zeros, single.tuning.choose
+    before = plans._empty, single.zeros
     for operator, args in examples(make):
         ahead.sources_of(operator, args)
     assert not single.PLANS and not workspace._streams
-    assert before == (plans._empty, single.zeros, single.tuning.choose)
+    assert before == (plans._empty, single.zeros)
 
 
 def test_addresses_and_sizes_that_16_divides(make):

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -12,10 +11,8 @@ from stepgraph import compat
 @contextlib.contextmanager
 def recorded_norms(record: Callable[[compat.TritonSource], None]) -> Iterator[None]:
     """Inside, calls of the CUDA backend on fake tensors launch nothing: ``record`` gets what would be compiled, by the
-    rules, untuned. Neither plans nor memory of theirs are kept."""
+    rules. Neither plans nor memory of theirs are kept."""
     from stepgraph.kernels.norm.triton import launch, pair, plans, single
-    from stepgraph.kernels.norm.triton.config import limits, tuning
-    from stepgraph.kernels.norm.triton.config.select import select
 
     def recorded(self: launch.Launch, stream: int | None, *tensors: torch.Tensor | None) -> None:
         unaligned = tuple(i for i, t in enumerate(tensors) if t is not None and compat.misalignment(t))
@@ -27,13 +24,9 @@ def recorded_norms(record: Callable[[compat.TritonSource], None]) -> Iterator[No
     def words(device: torch.device, stream: int | None, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int64, device=device)
 
-    def choose(problem: limits.Problem, hw: limits.Hardware, run: Any) -> limits.Config:
-        return select(problem, hw)
-
     with (
         compat.replaced(launch.Launch, __call__=recorded),
         compat.replaced(plans, _empty=empty),
-        compat.replaced(tuning, choose=choose),
         compat.replaced(single, zeros=words, PLANS=plans.Plans()),
         compat.replaced(pair, zeros=words, PLANS=plans.Plans()),
     ):

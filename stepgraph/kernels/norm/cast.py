@@ -4,8 +4,8 @@
     values, scale      y by rows in float8_e4m3fn and their scales: `kernels.fp8.cast.cast_scaled_rows` of y
     or scale alone     the largest magnitude of each row of y, whose largest is that of y: for one scale of all rows
 
-A row of y is complete where the norm is computed, so that neither reads y again. Other than a norm in fp8 (`spec`) it
-gives y too, and rounds to the dtype of y before it casts. For graphs alone: it has no gradient.
+A row of y is complete where the norm is computed, so that neither reads y again. It rounds to the dtype of y before it
+casts. For graphs alone: it has no gradient.
 """
 
 import torch
@@ -30,7 +30,7 @@ def in_torch(
 ) -> Results:
     """``(y, h, mean, rstd, values, scale)`` in plain torch: ``values`` (..., N) and ``scale`` (...), None for values
     that were not asked for."""
-    y, h, mean, rstd, _ = reference.forward(norm, x, weight, bias, residual, keep_h)
+    y, h, mean, rstd = reference.forward(norm, x, weight, bias, residual, keep_h)
     if not cast:
         return y, h, mean, rstd, None, y.abs().amax(-1).float()
     q, scale, _, _ = rows_reference(y.view(-1, y.shape[-1]), FP8, True, False)
@@ -39,11 +39,8 @@ def in_torch(
 
 def _checked(norm: Norm, x: Tensor, *rest: Optional) -> None:
     check(norm, x, *rest)
-    if norm.quantized or not x.numel():
-        raise ValueError(
-            f"norm_cast got x {tuple(x.shape)} and a result in {norm.out_dtype}; allowed are rows, in a dtype that is "
-            "not fp8: the cast is an additional output"
-        )
+    if not x.numel():
+        raise ValueError(f"norm_cast got x {tuple(x.shape)}; allowed is one row or more: leave the norm and its cast")
 
 
 @torch.library.impl("stepgraph::norm_cast", ("cpu", "cuda"))
@@ -59,6 +56,6 @@ def _norm_cast(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, k
 def _norm_cast_fake(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h, cast) -> Results:
     norm = Norm(kind, eps, weight_offset, out_dtype)
     _checked(norm, x, weight, bias, residual)
-    y, h, mean, rstd, _ = operators._like_forward(norm, x, residual, keep_h)
+    y, h, mean, rstd = operators._like_forward(norm, x, residual, keep_h)
     values = torch.empty_like(y, dtype=FP8) if cast else None
     return y, h, mean, rstd, values, x.new_empty(x.shape[:-1], dtype=torch.float32)

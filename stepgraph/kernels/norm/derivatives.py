@@ -129,20 +129,17 @@ def gradients(
 
 
 class _Direct(torch.autograd.Function):
-    """`norm` without the dispatcher: y, then h, values and scale if the call has them."""
+    """`norm` without the dispatcher: y, then h if the call has it."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, norm):
-        y, h, mean, rstd, scale = operators.forward(norm, x, weight, bias, residual, True)
+        y, h, mean, rstd = operators.forward(norm, x, weight, bias, residual, True)
         _save(ctx, norm, x, weight, residual, h, mean, rstd)
-        if norm.quantized:
-            ctx.mark_non_differentiable(y, scale)
-            return operators.carrier(x), h, y, scale
         # h is always an output: a second derivative goes through it.
         return y if h is None else (y, h)
 
     @staticmethod
-    def backward(ctx, dy, dh=None, *_):
+    def backward(ctx, dy, dh=None):
         return *gradients(ctx.call, ctx.needs_input_grad[:4], ctx.saved_tensors, dy, dh), None
 
 
@@ -152,32 +149,26 @@ _apply = super(torch.autograd.Function, _Direct).apply
 
 def norm(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, prenorm: bool
-) -> tuple[Optional, Optional, Optional, Optional]:
-    """``(y, h, values, scale)``; if ``norm.quantized``, y is the carrier of the gradient of values and scale.
-
-    h is None without a residual, and may be None unless ``prenorm``. Raises ``ValueError`` as `spec.check` does.
-    """
+) -> tuple[Tensor, Optional]:
+    """``(y, h)``; h is None without a residual, and may be None unless ``prenorm``. Raises ``ValueError`` as
+    `spec.check` does."""
     needs_grad = _any_needs_grad(x, weight, bias, residual)
     if not is_plain(x, weight, bias, residual):
         sharding.check(x=x)
         # Inside a transform the tensors do not show whether a gradient is wanted outside it.
         keep_h = prenorm or needs_grad or in_function_transform()
-        y, h, _, _, values, scale = _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)
-        return y, h, values, scale
+        return _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)[:2]
     if not needs_grad:
-        y, h, _, _, scale = operators.forward(norm, x, weight, bias, residual, prenorm)
-        return (None, h, y, scale) if norm.quantized else (y, h, None, None)
+        return operators.forward(norm, x, weight, bias, residual, prenorm)[:2]
     result = _apply(x, weight, bias, residual, norm)
-    if norm.quantized:
-        return result
-    return (result, None, None, None) if residual is None else (*result, None, None)
+    return (result, None) if residual is None else result
 
 
 def _operator_setup(ctx, inputs, output):
     x, weight, _, residual, *options, _ = inputs
-    _, h, mean, rstd, values, scale = output
+    _, h, mean, rstd = output
     _save(ctx, operators.from_options(*options), x, weight, residual, h, mean, rstd)
-    ctx.mark_non_differentiable(*(t for t in (mean, rstd, values, scale) if t is not None))
+    ctx.mark_non_differentiable(*(t for t in (mean, rstd) if t is not None))
 
 
 def _operator_backward(ctx, dy, dh, *_):
@@ -301,8 +292,11 @@ def _setup_second_pair(ctx, inputs, output):
 
 def _second_pair(ctx, *cotangents):
     def first(dyq, dyk, q, k, wq, wk):
-        rstd_q, rstd_k = reference.statistics(ctx.norm, q)[1], reference.statistics(ctx.norm, k)[1]
-        return reference.backward_pair(ctx.norm, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, *ctx.options)
+        sides = []
+        for dy, x, w in ((dyq, q, wq), (dyk, k, wk)):
+            rstd = reference.statistics(ctx.norm, x)[1]
+            sides.append(reference.backward(ctx.norm, dy, x, w, None, rstd, None, x.dtype, *ctx.options, False))
+        return sides[0][0], sides[1][0], sides[0][1], sides[1][1]
 
     need_dx, need_dw = ctx.options
     wanted = (cotangents[:2] if need_dx else ()) + (cotangents[2:] if need_dw else ())

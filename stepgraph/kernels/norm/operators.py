@@ -1,6 +1,6 @@
 """The four operators of ``torch.ops.stepgraph``: schema, kernels for CPU and CUDA, and shapes for fake tensors.
 
-    norm, norm_backward              one tensor: RMS or layer norm, with residual, bias, per-head weight, fp8 output
+    norm, norm_backward              one tensor: RMS or layer norm, with residual, bias, per-head weight
     norm_pair, norm_pair_backward    q and k in one launch
 
 Outputs that a call does not produce are None, as in ``aten.native_layer_norm_backward``. Gradients
@@ -26,7 +26,7 @@ _NORM = "ScalarType out_dtype, str kind, float eps, float weight_offset"
 torch.library.define(
     "stepgraph::norm",
     f"(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, {_NORM}, bool keep_h)"
-    " -> (Tensor y, Tensor h, Tensor mean, Tensor rstd, Tensor values, Tensor scale)",
+    " -> (Tensor y, Tensor h, Tensor mean, Tensor rstd)",
 )
 torch.library.define(
     "stepgraph::norm_backward",
@@ -52,11 +52,6 @@ def _triton() -> ModuleType:
     return triton_norm
 
 
-def _backend(x: Tensor) -> ModuleType:
-    """The module that implements the contract of `spec` where ``x`` lives."""
-    return _triton() if x.is_cuda else reference
-
-
 def options(norm: Norm) -> tuple[torch.dtype, str, float, float]:
     """``norm`` as arguments of an operator."""
     return norm.out_dtype, norm.kind, norm.eps, norm.weight_offset
@@ -72,33 +67,21 @@ def rows(gradient: Tensor) -> Tensor:
     return gradient if gradient.stride(-1) == 1 or gradient.shape[-1] == 1 else gradient.contiguous()
 
 
-def carrier(x: Tensor) -> Tensor:
-    """Zeros of the shape and dtype of ``x`` that take no memory: they carry the gradient of an fp8 output.
-
-    Autograd would cast the gradient of the fp8 tensor itself to fp8. See `functional.Quantized`.
-    """
-    return x.new_zeros(()).expand(x.shape)
-
-
 # Each of the four handles empty inputs here and leaves the rest to the backend. `_like_*` make zeros of the outputs'
 # shapes: the fake implementation, and the right result for inputs without rows.
 
 
-def _like_forward(
-    norm: Norm, x: Tensor, residual: Optional, keep_h: bool
-) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
+def _like_forward(norm: Norm, x: Tensor, residual: Optional, keep_h: bool) -> tuple[Tensor, Optional, Optional, Tensor]:
     y = x.new_empty(x.shape, dtype=norm.out_dtype)
     h = residual.new_empty(x.shape) if residual is not None and keep_h else None
     rstd = x.new_empty(x.shape[:-1], dtype=math_dtype(x.dtype))
-    mean = torch.empty_like(rstd) if norm.kind == "layer" else None
-    scale = x.new_empty(x.shape[:-1], dtype=torch.float32) if norm.quantized else None
-    return y, h, mean, rstd, scale
+    return y, h, torch.empty_like(rstd) if norm.kind == "layer" else None, rstd
 
 
 def forward(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
-) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
-    """``(y, h, mean, rstd, scale)`` from the backend of the device. Raises ``ValueError`` as `check` does.
+) -> tuple[Tensor, Optional, Optional, Tensor]:
+    """``(y, h, mean, rstd)`` from the backend of the device. Raises ``ValueError`` as `check` does.
 
     The CUDA backend checks only when it makes a plan: checking every call would take longer than the rest of it.
     """
@@ -136,13 +119,13 @@ def backward(
         return _like_backward(dy, weight, dx_dtype, need_dx, need_dw, need_db)
     dy = rows(dy)
     dh = None if dh is None else rows(dh)
-    run = _backend(h).backward
+    run = _triton().backward if h.is_cuda else reference.backward
     return run(norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
 
 
 def _like_pair(norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    yq, _, _, rstd_q, _ = _like_forward(norm, q, None, False)
-    yk, _, _, rstd_k, _ = _like_forward(norm, k, None, False)
+    yq, _, _, rstd_q = _like_forward(norm, q, None, False)
+    yk, _, _, rstd_k = _like_forward(norm, k, None, False)
     return yq, yk, rstd_q, rstd_k
 
 
@@ -151,11 +134,9 @@ def forward_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -
     if q.is_cuda and q.numel() and k.numel():
         return _triton().forward_pair(norm, q, k, wq, wk)
     check_pair(norm, q, k, wq, wk)
-    if q.numel() == 0 or k.numel() == 0:
-        yq, _, _, rstd_q, _ = forward(norm, q, wq, None, None, False)
-        yk, _, _, rstd_k, _ = forward(norm, k, wk, None, None, False)
-        return yq, yk, rstd_q, rstd_k
-    return reference.forward_pair(norm, q, k, wq, wk)
+    yq, _, _, rstd_q = forward(norm, q, wq, None, None, False)
+    yk, _, _, rstd_k = forward(norm, k, wk, None, None, False)
+    return yq, yk, rstd_q, rstd_k
 
 
 def _like_backward_pair(
@@ -180,12 +161,11 @@ def backward_pair(
     need_dw: bool,
 ) -> tuple[Optional, Optional, Optional, Optional]:
     """``(dq, dk, dwq, dwk)`` from the backend of the device."""
-    if q.numel() == 0 or k.numel() == 0:
-        dq, dwq, _ = backward(norm, dyq, q, wq, None, rstd_q, None, q.dtype, need_dx, need_dw, False)
-        dk, dwk, _ = backward(norm, dyk, k, wk, None, rstd_k, None, k.dtype, need_dx, need_dw, False)
-        return dq, dk, dwq, dwk
-    run = _backend(q).backward_pair
-    return run(norm, rows(dyq), rows(dyk), q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
+    if q.is_cuda and q.numel() and k.numel():
+        return _triton().backward_pair(norm, rows(dyq), rows(dyk), q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
+    dq, dwq, _ = backward(norm, dyq, q, wq, None, rstd_q, None, q.dtype, need_dx, need_dw, False)
+    dk, dwk, _ = backward(norm, dyk, k, wk, None, rstd_k, None, k.dtype, need_dx, need_dw, False)
+    return dq, dk, dwq, dwk
 
 
 # The operators. Anyone may call a backward through the dispatcher, so its shapes are checked too.
@@ -204,25 +184,17 @@ def _check_gradients(
                 )
 
 
-def _with_carrier(norm: Norm, x: Tensor, outputs: tuple[Optional, ...]) -> tuple[Optional, ...]:
-    y, h, mean, rstd, scale = outputs
-    if norm.quantized:
-        return carrier(x), h, mean, rstd, y, scale
-    return y, h, mean, rstd, None, None
-
-
 @torch.library.impl("stepgraph::norm", ("cpu", "cuda"))
 @launching("norm")
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
-    norm = Norm(kind, eps, weight_offset, out_dtype)
-    return _with_carrier(norm, x, forward(norm, x, weight, bias, residual, keep_h))
+    return forward(Norm(kind, eps, weight_offset, out_dtype), x, weight, bias, residual, keep_h)
 
 
 @torch.library.register_fake("stepgraph::norm")
 def _norm_fake(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
     norm = Norm(kind, eps, weight_offset, out_dtype)
     check(norm, x, weight, bias, residual)
-    return _with_carrier(norm, x, _like_forward(norm, x, residual, keep_h))
+    return _like_forward(norm, x, residual, keep_h)
 
 
 @torch.library.impl("stepgraph::norm_backward", ("cpu", "cuda"))

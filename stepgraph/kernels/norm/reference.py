@@ -5,7 +5,7 @@ The contract and the formulas are in `spec`. Every line is differentiable: secon
 
 import torch
 
-from stepgraph.kernels.norm.spec import FP8, FP8_MAX, Norm, math_dtype
+from stepgraph.kernels.norm.spec import Norm, math_dtype
 
 Tensor = torch.Tensor
 Optional = Tensor | None
@@ -34,17 +34,10 @@ def _row_sum(per_row: Tensor, weight: Tensor) -> Tensor:
     return per_row.reshape(-1, *weight.shape).sum(0).to(weight.dtype)
 
 
-def quantize(y: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of ``y`` (..., N) as float8_e4m3fn, and their float32 scale (...): y is about values * scale."""
-    scale = (y.abs().amax(-1) / FP8_MAX).to(torch.float32)
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (y / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
-
-
 def forward(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
-) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
-    """``(y, h, mean, rstd, scale)`` as the contract in `spec` says."""
+) -> tuple[Tensor, Optional, Optional, Tensor]:
+    """``(y, h, mean, rstd)`` as the contract in `spec` says."""
     h = x
     if residual is not None:
         dtype = math_dtype(x.dtype)
@@ -53,11 +46,7 @@ def forward(
     y = _scaled(norm, _normalized(h, mean, rstd), weight)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    scale = None
-    if norm.quantized:
-        y, scale = quantize(y)
-    y = y.to(norm.out_dtype).contiguous()
-    return y, (h if residual is not None and keep_h else None), mean, rstd, scale
+    return y.to(norm.out_dtype).contiguous(), (h if residual is not None and keep_h else None), mean, rstd
 
 
 def backward(
@@ -91,29 +80,3 @@ def backward(
     if need_db:
         db = _row_sum(dy, weight)
     return dx, dw, db
-
-
-def forward_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(yq, yk, rstd_q, rstd_k)`` as the contract in `spec` says."""
-    yq, _, _, rstd_q, _ = forward(norm, q, wq, None, None, False)
-    yk, _, _, rstd_k, _ = forward(norm, k, wk, None, None, False)
-    return yq, yk, rstd_q, rstd_k
-
-
-def backward_pair(
-    norm: Norm,
-    dyq: Tensor,
-    dyk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    wq: Optional,
-    wk: Optional,
-    rstd_q: Tensor,
-    rstd_k: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Optional, Optional, Optional, Optional]:
-    """``(dq, dk, dwq, dwk)`` as the contract in `spec` says."""
-    dq, dwq, _ = backward(norm, dyq, q, wq, None, rstd_q, None, q.dtype, need_dx, need_dw, False)
-    dk, dwk, _ = backward(norm, dyk, k, wk, None, rstd_k, None, k.dtype, need_dx, need_dw, False)
-    return dq, dk, dwq, dwk

@@ -46,11 +46,10 @@ def _if(present, placement):
 @register_sharding(ops.norm.default)
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
     _refuse_hidden(x=x)
-    fp8 = out_dtype == torch.float8_e4m3fn
 
     def strategy(rows, weights, _):
         h = rows if residual is not None and keep_h else None
-        outputs = [rows, h, rows if kind == "layer" else None, rows, _if(fp8, rows), _if(fp8, rows)]
+        outputs = [rows, h, rows if kind == "layer" else None, rows]
         inputs = [rows, _if(weight, weights), _if(bias, weights), _if(residual, rows)]
         return outputs, inputs + [None] * 5
 

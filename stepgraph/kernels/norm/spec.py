@@ -5,7 +5,7 @@ below. A row is the last dimension of ``x``, of length ``N``; there are ``M = nu
 called with ``M == 0``, and its arguments have passed `check`. ``math`` is float32, or float64 where ``x`` is (reference
 only).
 
-forward(norm, x, weight, bias, residual, keep_h) -> (y, h, mean, rstd, scale)
+forward(norm, x, weight, bias, residual, keep_h) -> (y, h, mean, rstd)
     x         (..., N), or (..., H, N) with per-head weights; last stride 1 (or N == 1), any other strides
     weight    None, (N,) or (H, N), any dtype independent of x; bias: None, or shape and dtype of weight
     residual  None, or shape of x with its own dtype and strides
@@ -13,11 +13,9 @@ forward(norm, x, weight, bias, residual, keep_h) -> (y, h, mean, rstd, scale)
     h         None without residual; else x + residual in math, rounded to residual's dtype, shape of x, contiguous. y
               is the norm of the ROUNDED h: backward reads h and must see what forward saw. None if keep_h is False.
     mean      shape x.shape[:-1], contiguous, math; None for "rms".   rstd: the same, always there.
-    scale     shape x.shape[:-1], contiguous, float32; None unless norm.quantized: amax(|row of y|) / 448, and 1.0 where
-              that is zero; y = (row / scale), clamped to +-448, rounded to float8_e4m3fn.
 
 backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db) -> (dx, dw, db)
-    dy        shape of x, last stride 1 (or N == 1), any dtype; the gradient of y before quantization
+    dy        shape of x, last stride 1 (or N == 1), any dtype; the gradient of y
     h         what was normalized: h of forward, or x where there was no residual; any strides with last 1
     dh        None, or the gradient that comes in for h itself (prenorm), shape of x, last stride 1: added to dx
     dx        shape of x, contiguous, dx_dtype; dw, db: shape and dtype of weight, summed over rows in math
@@ -41,12 +39,12 @@ from typing import NamedTuple
 
 import torch
 
+#: What `cast` gives in addition to a norm's result.
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
 
 KINDS = ("rms", "layer")
 
-#: What x, weight, residual and unquantized output may be. Float64, for all of them, is only for the reference.
+#: What x, weight, residual and output may be. Float64, for all of them, is only for the reference.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -59,12 +57,7 @@ class Norm(NamedTuple):
     weight_offset: float
     """Added to the weight in float32: 0.0, or 1.0 for weights stored as a difference from one (Gemma)."""
     out_dtype: torch.dtype
-    """Of y; `FP8` means quantized with a float32 scale per row."""
-
-    @property
-    def quantized(self) -> bool:
-        """Whether y is float8_e4m3fn with a scale per row."""
-        return self.out_dtype == FP8
+    """Of y."""
 
 
 _EPS = {torch.float64: torch.finfo(torch.float64).eps}
@@ -79,14 +72,8 @@ def default_eps(dtype: torch.dtype) -> float:
 def described(
     kind: str, x: torch.Tensor, eps: float | None, weight_offset: float, out_dtype: torch.dtype | None
 ) -> Norm:
-    """The norm of ``x`` that a public function is asked for; not fp8, which has functions of its own."""
-    if out_dtype is None:
-        out_dtype = x.dtype
-    elif out_dtype is FP8:
-        raise ValueError(
-            f"out_dtype is {FP8}; allowed are float16, bfloat16, float32: call rms_norm_fp8 or layer_norm_fp8"
-        )
-    return Norm(kind, default_eps(x.dtype) if eps is None else eps, weight_offset, out_dtype)
+    """The norm of ``x`` that a public function is asked for."""
+    return Norm(kind, default_eps(x.dtype) if eps is None else eps, weight_offset, out_dtype or x.dtype)
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,12 +85,12 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
-def _check_dtype(name: str, dtype: torch.dtype, like: torch.Tensor, extra: tuple[torch.dtype, ...] = ()) -> None:
-    if dtype in DTYPES or dtype in extra or (dtype == like.dtype == torch.float64 and like.device.type != "cuda"):
+def _check_dtype(name: str, dtype: torch.dtype, like: torch.Tensor) -> None:
+    if dtype in DTYPES or (dtype == like.dtype == torch.float64 and like.device.type != "cuda"):
         return
     if name == "out_dtype":
-        raise ValueError(f"out_dtype is {dtype}; allowed are {_names(DTYPES)}: give one, or call the function for fp8")
-    raise ValueError(f"{name} has dtype {dtype}; allowed are {_names(DTYPES + extra)}: convert it with {name}.to(...)")
+        raise ValueError(f"out_dtype is {dtype}; allowed are {_names(DTYPES)}: give one of them")
+    raise ValueError(f"{name} has dtype {dtype}; allowed are {_names(DTYPES)}: convert it with {name}.to(...)")
 
 
 def _check_rows(name: str, x: torch.Tensor) -> None:
@@ -141,7 +128,7 @@ def check(
         raise ValueError(f"norm kind {norm.kind!r} is unknown; allowed are 'rms' and 'layer': pass one of them")
     _check_dtype("x", x.dtype, x)
     _check_rows("x", x)
-    _check_dtype("out_dtype", norm.out_dtype, x, (FP8,))
+    _check_dtype("out_dtype", norm.out_dtype, x)
     if weight is not None:
         _check_weight("weight", weight, x)
     if bias is not None:
@@ -168,8 +155,6 @@ def check_pair(norm: Norm, q: torch.Tensor, k: torch.Tensor, wq: torch.Tensor | 
     """Raise ``ValueError``, one line, if a backend cannot normalize ``q`` and ``k`` in one launch."""
     if norm.kind != "rms":
         raise ValueError(f"norm kind of a pair is {norm.kind!r}; allowed is 'rms': use layer_norm on each")
-    if norm.quantized:
-        raise ValueError("out_dtype of a pair is float8_e4m3fn; allowed are float16, bfloat16, float32: choose one")
     _check_dtype("q", q.dtype, q)
     _check_rows("q", q)
     _check_rows("k", k)

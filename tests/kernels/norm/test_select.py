@@ -1,14 +1,10 @@
-"""The rules: what they take fits the hardware, whatever the shape; and tuning keeps the fastest, on disk too."""
-
-import json
+"""The rules: what they take fits the hardware, whatever the shape."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.norm.triton.config import tuning
-from stepgraph.kernels.norm.triton.config.limits import REGISTERS, Hardware, Problem, fits, shared_estimate
+from stepgraph.kernels.norm.triton.config.limits import REGISTERS, Hardware, Problem, shared_estimate
 from stepgraph.kernels.norm.triton.config.select import select
 
 H200 = Hardware(132, 228 * 1024 - 4096)
@@ -57,72 +53,6 @@ def test_rows_too_long_for_all_processors_are_refused():
 PROBLEM = Problem(True, 4096, 2048, 1, (2, 2), (2,), False, 1, 1, 2)
 
 
-def test_neighbours_fit_and_start_with_the_rules():
-    found = tuning.neighbours(PROBLEM, H200)
-    assert found[0] == select(PROBLEM, H200)
-    assert len(found) > 5 and len(set(found)) == len(found)
-    assert all(fits(PROBLEM, config, H200) for config in found)
-
-
-def test_the_fastest_is_kept_on_disk(tmp_path, monkeypatch):
-    """With a clock of its own that prefers one neighbour; the second process does not time at all."""
-    best = tuning.neighbours(PROBLEM, H200)[3]
-    timed = []
-
-    def clock(run, config):
-        timed.append(config)
-        run(config)
-        return 1.0 if config == best else 2.0
-
-    file = tmp_path / "norms.json"
-    monkeypatch.setattr(tuning, "_file", lambda: file)
-    monkeypatch.setattr(tuning, "_milliseconds", clock)
-    monkeypatch.setattr(tuning, "_found", {})
-    monkeypatch.setattr(tuning.torch.cuda, "is_current_stream_capturing", lambda: False)
-    ran = []
-    assert tuning.choose(PROBLEM, H200, ran.append) == select(PROBLEM, H200) and not timed
-    with tuning.autotune():
-        assert tuning.choose(PROBLEM, H200, ran.append) == best
-        assert ran == timed == tuning.neighbours(PROBLEM, H200)
-        tuning._found.clear()
-        assert tuning.choose(PROBLEM, H200, ran.append) == best
-        other = PROBLEM._replace(N=1024)
-        assert tuning.choose(other, H200, ran.append) in tuning.neighbours(other, H200)
-    assert len(json.loads(file.read_text())) == 2
-    assert tuning.choose(PROBLEM, H200, ran.append) == select(PROBLEM, H200)
-
-
-@pytest.mark.parametrize("text", ["{", "[1]", '{"a": {"rows": 1}}'])
-def test_a_damaged_file_is_named(text, tmp_path, monkeypatch):
-    file = tmp_path / "norms.json"
-    file.write_text(text)
-    monkeypatch.setattr(tuning, "_file", lambda: file)
-    monkeypatch.setattr(tuning, "_found", {})
-    with tuning.autotune(), pytest.raises(ValueError, match=r"norms\.json .* delete the file"):
-        tuning.choose(PROBLEM, H200, print)
-
-
-def test_without_a_cache_results_last_as_long_as_the_process(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("STEPGRAPH_CACHE", "off")
-    monkeypatch.setattr(tuning, "_found", {})
-    tuned = []
-    monkeypatch.setattr(tuning, "fastest", lambda configs, run: tuned.append(run) or configs[-1])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with tuning.autotune():
-        first, second = (tuning.choose(PROBLEM, H200, print) for _ in range(2))
-    assert first == second == tuning.neighbours(PROBLEM, H200)[-1] and len(tuned) == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_turning_tuning_on_and_off_forgets_plans(monkeypatch):
-    calls = []
-    monkeypatch.setattr(tuning, "_on_change", [lambda: calls.append(tuning._enabled)])
-    with tuning.autotune():
-        pass
-    assert calls == [True, False]
-
-
 def test_sums_in_the_kernel_for_long_calls_only():
     """A cooperative launch costs 2 microseconds: see `select`."""
     assert select(PROBLEM, H200).finish == "launch"
@@ -140,11 +70,10 @@ def test_long_rows_stay_whole_while_they_fit_and_occupy_all_processors():
 
 
 def test_a_launch_ahead_finds_the_sums_of_a_few_long_rows():
-    """Rows of 64 KiB: 16 are read again from the L2 cache, more are held. What is quantized exchanges twice."""
+    """Rows of 64 KiB: 16 are read again from the L2 cache, more are held."""
     few = FORWARD._replace(M=16, N=32768)
     assert select(few, H200).exchange == "launch" and not select(few, H200).cooperative
     assert select(few._replace(M=64), H200).split == 1
-    assert select(few._replace(quantized=True), H200).exchange == "wait"
     assert select(few._replace(M=64, N=131072), H200).exchange == "wait"
 
 
@@ -160,7 +89,6 @@ def test_rows_of_brief_calls_lie_whole_in_a_tile(m, n, shift):
 @pytest.mark.parametrize(("n", "weight"), [(4096, "with"), (16384, "before"), (32768, "after"), (131072, "after")])
 def test_the_weight_is_loaded_where_it_costs_least(n, weight):
     assert select(FORWARD._replace(N=n), H200).weight == weight
-    assert select(FORWARD._replace(N=n, quantized=True), H200).weight == "before"
 
 
 def test_short_calls_take_fewer_rows_a_program():

@@ -4,7 +4,6 @@
     rms                    rstd = 1 / sqrt(mean(h^2) + eps)            xhat = h * rstd
     layer                  rstd = 1 / sqrt(mean((h - mean)^2) + eps)   xhat = (h - mean) * rstd
     y = xhat * (weight + offset) + bias
-    fp8                    scale = amax(|row of y|) / 448, or 1 for a row of zeros;  y8 = y / scale, clamped
     fp8 in addition to y   values, scale = the cast by rows of y as it was rounded (see `kernels.fp8.cast`), or scale =
                            amax(|row of y|) alone
 
@@ -158,8 +157,7 @@ def forward_step(
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
-    QUANTIZED: tl.constexpr = scale is not None and y.dtype.element_ty.primitive_bitwidth == 8
-    BESIDE: tl.constexpr = scale is not None and not QUANTIZED
+    BESIDE: tl.constexpr = scale is not None
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
@@ -213,26 +211,6 @@ def forward_step(
     if LAYER:
         tl.store(mean + row, mu, mask=once)
 
-    if QUANTIZED:
-        peak = tl.zeros((ROWS, BLOCK), tl.float32)
-        held = ()
-        for k in tl.static_range(PIECES):
-            held = held + (hold(hs[k], zero, HOLD),)
-            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
-            b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
-            value = tl.abs(affine(held[k], mu, rs, w, b, OFFSET))
-            if LAYER and not full(k, FULL, SHIFT):
-                value = tl.where(inside(first + k * BLOCK, shift, N, SHIFT)[None, :], value, 0.0)
-            peak = tl.maximum(peak, value)
-        hs = held
-        amax = tl.max(peak, 1)
-        if SPLIT > 1:
-            slot = share_slot(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE)
-            publish(amax, slot, part, turn, ROWS, EXCHANGE)
-            amax = tl.max(collect(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE), 0)
-        s = tl.where(amax > 0, amax / FP8_MAX, 1.0)
-        tl.store(scale + row, s, mask=once)
-
     tops = tl.zeros((ROWS, BLOCK), tl.int32)
     ys = ()
     for k in tl.static_range(PIECES):
@@ -248,8 +226,6 @@ def forward_step(
             w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
             b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
         value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
-        if QUANTIZED:
-            value = tl.clamp(value / s[:, None], -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
         rounded_y = value.to(y.dtype.element_ty)
         store_tile(y_row + at[None, :], rounded_y, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
         if BESIDE:

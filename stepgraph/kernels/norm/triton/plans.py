@@ -196,11 +196,11 @@ def launches_ahead(
     )
 
 
-def share_words(problem: Problem, config: Config, cover: Cover) -> int:
-    """Words of memory through which the groups of a launch exchange: see `wide`."""
+def share_words(problem: Problem, config: Config, cover: Cover, scaled: bool = False) -> int:
+    """Words of memory through which the groups of a launch exchange: see `wide`. ``scaled``: rows' magnitudes too."""
     if config.split == 1:
         return 0
-    kinds = 1 + problem.layer + problem.quantized
+    kinds = 1 + problem.layer + scaled
     steps = problem.period * math.ceil(math.ceil(problem.M / problem.period) / config.rows)
     turns = math.ceil(steps / cover.slots) + 1 if INTERPRETED or config.exchange == "launch" else 4
     return cover.groups * turns * kinds * config.split * config.rows

@@ -1,7 +1,7 @@
 """The CUDA backend: the contract of `spec` on the Triton kernels.
 
 A call looks up its plan, allocates outputs, and makes one launch (two if a second one adds up the sums over rows).
-``config`` replaces the configuration that `select` would choose: for tuning and for tests.
+``config`` replaces the configuration that `select` would choose: for tests.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm.spec import FP8, Norm, check
 from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_kernel
-from stepgraph.kernels.norm.triton.config import tuning
 from stepgraph.kernels.norm.triton.config.limits import Config, Problem
+from stepgraph.kernels.norm.triton.config.select import select
 from stepgraph.kernels.norm.triton.forward import forward_kernel, sums_kernel
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, current_stream
 from stepgraph.kernels.norm.triton.pair import backward_pair, forward_pair
@@ -31,7 +31,6 @@ Optional = Tensor | None
 Beside = Literal["cast", "amax"]
 
 PLANS = plans.Plans()
-tuning.on_change(PLANS.clear)
 
 
 class ForwardPlan(NamedTuple):
@@ -60,20 +59,20 @@ def _forward_plan(
         stores += (residual.element_size(),) * keep_h
     problem = Problem(
         False, x.numel() // x.shape[-1], x.shape[-1], heads, loads, stores, norm.kind == "layer",
-        (weight is not None) + (bias is not None), 0, 2 if weight is None else weight.element_size(), norm.quantized,
+        (weight is not None) + (bias is not None), 0, 2 if weight is None else weight.element_size(),
     )  # fmt: skip
     hw = plans.hardware_of(x)
     x_place, r_place = plans.place_of(x, heads), plans.place_of(residual, heads)
     problem = plans.by_vectors(problem, hw, (x_place,) if residual is None else (x_place, r_place))
-    config = config or tuning.choose(problem, hw, lambda c: forward(norm, x, weight, bias, residual, keep_h, config=c))
+    config = config or select(problem, hw)
     if config.programs and config.split == 1 and config.weight != "before":
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
     # The additional outputs change no sum: the tile is that of the plain norm, and so are the bits.
-    scaled = norm.quantized or beside is not None
+    scaled = beside is not None
     if scaled:  # the largest value of a row is known once its sum is: programs exchange twice
         config = replace(config, exchange="wait")
     cover = plans.cover_of(problem, config, hw)
-    words = plans.share_words(problem._replace(quantized=scaled), config, cover)
+    words = plans.share_words(problem, config, cover, scaled)
     numbers = (words, problem.M, *x_place.numbers, *r_place.numbers, float(norm.eps))
     constants = {
         "N": problem.N,
@@ -132,9 +131,9 @@ def forward(
     keep_h: bool,
     *,
     config: Config | None = None,
-) -> tuple[Tensor, Optional, Optional, Tensor, Optional]:
-    """``(y, h, mean, rstd, scale)`` as the contract in `spec` says. Raises ``ValueError`` as `check` does."""
-    return _forward(norm, x, weight, bias, residual, keep_h, config, None)[:5]
+) -> tuple[Tensor, Optional, Optional, Tensor]:
+    """``(y, h, mean, rstd)`` as the contract in `spec` says. Raises ``ValueError`` as `check` does."""
+    return _forward(norm, x, weight, bias, residual, keep_h, config, None)[:4]
 
 
 def forward_cast(
@@ -144,7 +143,7 @@ def forward_cast(
     """``(y, h, mean, rstd, values, scale)`` as `stepgraph.kernels.norm.cast` says. Rows longer than a program of the
     cast holds take the kernels of each by itself: registers are too few for both."""
     if x.shape[-1] > cast_triton.LONGEST:
-        y, h, mean, rstd, _ = forward(norm, x, weight, bias, residual, keep_h, config=config)
+        y, h, mean, rstd = forward(norm, x, weight, bias, residual, keep_h, config=config)
         if not cast:
             return y, h, mean, rstd, None, y.abs().amax(-1).float()
         values, scale, _, _ = cast_triton.launch_rows(y.view(-1, y.shape[-1]), FP8, True, False)
@@ -199,8 +198,8 @@ def _add_launch(problem: Problem, slots: int) -> Launch:
 
 
 def _backward_plan(
-    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional,
-    dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool, config: Config | None,
+    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, dh: Optional, dx_dtype: torch.dtype, need_dx: bool,
+    need_dw: bool, need_db: bool, config: Config | None,
 ) -> BackwardPlan:  # fmt: skip
     heads = plans.heads_of(weight)
     loads = (dy.element_size(), h.element_size())
@@ -214,8 +213,7 @@ def _backward_plan(
     hw = plans.hardware_of(h)
     places = plans.place_of(dy, heads), plans.place_of(h, heads), plans.place_of(dh, heads)
     problem = plans.by_vectors(problem, hw, places if len(loads) > 2 else places[:2])
-    arguments = (norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
-    config = config or tuning.choose(problem, hw, lambda c: backward(*arguments, config=c))
+    config = config or select(problem, hw)
     cover = plans.cover_of(problem, config, hw)
     finish = plans.finish_of(problem, config, cover)
     shares = plans.share_words(problem, config, cover) if need_dx else 0
@@ -260,15 +258,15 @@ def _backward_plan(
 
 
 def backward_plan(
-    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional,
-    dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool, config: Config | None = None,
+    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, dh: Optional, dx_dtype: torch.dtype, need_dx: bool,
+    need_dw: bool, need_db: bool, config: Config | None = None,
 ) -> BackwardPlan:  # fmt: skip
     """The plan of such a call, made at the first one."""
     needs = (need_dx, need_dw, need_db)
     key = (norm, layout(dy), layout(h), layout(weight), layout(dh), dx_dtype, needs, config)
     plan = PLANS.get(key)
     if plan is None:
-        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
+        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, dh, dx_dtype, *needs, config)
     return plan
 
 
@@ -295,7 +293,7 @@ def backward(
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
             return backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config=config)
-    plan = backward_plan(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config)
+    plan = backward_plan(norm, dy, h, weight, dh, dx_dtype, *needs, config)
     dx, dw, db, partials = allocate(plan.outputs)
     stream = current_stream(device)
     words = zeros(device, stream, plan.words) if plan.words else None

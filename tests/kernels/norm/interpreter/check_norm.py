@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.norm.spec import FP8, FP8_MAX, Norm
+from stepgraph.kernels.norm.spec import FP8, Norm
 from stepgraph.kernels.norm.triton import partials, plans
 from stepgraph.kernels.norm.triton import single as triton_norm
 from stepgraph.kernels.norm.triton.config.limits import Config
@@ -30,7 +30,7 @@ shapes = st.one_of(
 )
 
 
-#: When forward loads the weight; all but the last where the output is quantized.
+#: When forward loads the weight.
 WEIGHTS = ("before", "with", "after")
 
 
@@ -58,8 +58,7 @@ def test_forward_and_backward(data):
     forced = draw(st.none() | configs(False, split, WEIGHTS)), draw(st.none() | configs(True, split))
     spec = Norm(kind, EPS, offset, dtype)
 
-    y, h, mean, rstd, scale = triton_norm.forward(spec, x, weight, bias, residual, True, config=forced[0])
-    assert scale is None
+    y, h, mean, rstd = triton_norm.forward(spec, x, weight, bias, residual, True, config=forced[0])
     n = shape[-1]
     if residual is not None:
         close("h", h, x.double() + residual.double(), 1)
@@ -112,7 +111,7 @@ def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
     weight, bias = tensor((n,), dtype, "contiguous", 3), tensor((n,), dtype, "contiguous", 4)
     spec = Norm(kind, EPS, 0.0, dtype)
     ahead = Config(1, 32, 1, 1, 4 if split > 1 else 0, split)
-    y, _, mean, rstd, _ = triton_norm.forward(spec, x, weight, bias, None, False, config=ahead)
+    y, _, mean, rstd = triton_norm.forward(spec, x, weight, bias, None, False, config=ahead)
     twice = triton_norm.forward(spec, x, weight, bias, None, False, config=replace(ahead, exchange="launch"))
     assert torch.equal(twice[0], y) and torch.equal(twice[3], rstd)
     (shift,) = {launch.constants["SHIFT"] for launch in list(triton_norm.PLANS.values())[-1].launches}
@@ -128,27 +127,6 @@ def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
         close(name, got, want, terms)
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(shape=shapes, kind=st.sampled_from(("rms", "layer")), config=st.none() | configs(False, True, WEIGHTS[:2]))
-def test_quantized(shape, kind, config):
-    x = tensor(shape, torch.bfloat16, "contiguous", 0)
-    x.view(-1, shape[-1])[0] = 0
-    weight = tensor(shape[-1:], torch.float32, "contiguous", 1)
-    spec = Norm(kind, EPS, 0.0, FP8)
-    y8, _, _, _, scale = triton_norm.forward(spec, x, weight, None, None, False, config=config)
-    y = norm(kind, x.double(), weight.double(), None, 0.0)
-    peak = y.abs().amax(-1)
-    # A constant row: what is left of it in float32 is rounding, and float64 leaves nothing.
-    clear = peak > 1e-4
-    torch.testing.assert_close(scale.double()[clear], peak[clear] / FP8_MAX, rtol=1e-4, atol=0.0)
-    assert (scale.view(-1)[0] == 1) and not y8.float().view(-1, shape[-1])[0].any()
-    # Half a unit in the last place of 3 bits; but the interpreter rounds subnormals (below 2**-6) in its own way, and
-    # loses the carry where rounding ends at a power of two.
-    error = (y8.double() * scale.double()[..., None] - y).abs()
-    carries = torch.frexp(y / scale.double()[..., None]).mantissa.abs() > 0.965
-    assert ((error <= y.abs() / 16 + scale.double()[..., None] * 2**-6) | carries)[clear].all()
-
-
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     shape=shapes, kind=st.sampled_from(("rms", "layer")), dtype=st.sampled_from(DTYPES), out=st.sampled_from(DTYPES),
@@ -162,7 +140,7 @@ def test_casts_beside_have_the_bits_of_those_apart(shape, kind, dtype, out, stre
     given = Norm(kind, EPS, 1.0, out), x, weight, weight, residual if streams else None, True
     apart = triton_norm.forward(*given, config=config)
     *beside, values, scale = triton_norm.forward_cast(*given, cast, config=config)
-    for mine, theirs in zip(beside, apart[:4], strict=True):
+    for mine, theirs in zip(beside, apart, strict=True):
         assert mine is theirs is None or torch.equal(mine, theirs)
     y = apart[0]
     if not cast:

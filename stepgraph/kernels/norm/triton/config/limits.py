@@ -77,7 +77,6 @@ class Problem(NamedTuple):
     """Gradients summed over rows: 0, 1 or 2."""
     weight_size: int
     """Bytes per element of the weights."""
-    quantized: bool = False
     shift: int = 1
     """Elements of 16 bytes where rows begin anywhere within them and are read from their beginning (see `rows`)."""
 
@@ -158,7 +157,7 @@ def register_estimate(problem: Problem, config: Config) -> float:
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
     if config.split > 16 or (config.split > 1 and len(problem.loads) > 2):
         pointers += 24.0  # the shares of all parts at once, or the rows of a third tensor
-    extra = (24 if problem.layer else 0) + (8 if problem.quantized else 0) + 0.5 * config.pieces(problem.span)
+    extra = (24 if problem.layer else 0) + 0.5 * config.pieces(problem.span)
     if config.split > 1:
         # Backward holds the tile of the step before, too.
         extra += 8 + held if problem.backward else 20

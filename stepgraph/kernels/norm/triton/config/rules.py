@@ -114,7 +114,7 @@ def _forward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Forward configurations, the best first."""
     bytes_of_row = problem.span * max(problem.loads)
     shared = list(_forward_shared(problem, hw))
-    if _bytes(problem) <= BRIEF and bytes_of_row > LEAST_AHEAD and problem.heads == 1 and not problem.quantized:
+    if _bytes(problem) <= BRIEF and bytes_of_row > LEAST_AHEAD and problem.heads == 1:
         split = -(-bytes_of_row // SLICE_AHEAD)
         warps = 8 if problem.M * split <= 2 * hw.processors else 4
         block = _block(-(-problem.span // split), 32 * warps * vector(problem), 1 / 3)
@@ -196,8 +196,7 @@ def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
         split = -(-bytes_of_row // part)
         if split > 1:
             block = _block(-(-problem.span // split), 32 * 16 * vector(problem), 1 / 3)
-            weight = "before" if problem.quantized else "after"
-            yield Config(1, block, 16, 1, programs, split, weight=weight)
+            yield Config(1, block, 16, 1, programs, split, weight="after")
 
 
 def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
@@ -208,7 +207,7 @@ def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
     but one row so is any that fits.
     """
     rows, columns = elements_of_thread(problem, config)
-    if problem.heads > 1 or problem.quantized:
+    if problem.heads > 1:
         return "before"
     if problem.shift > 1:
         return "after"  # it lies elsewhere within 16 bytes, and is loaded element by element
