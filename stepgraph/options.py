@@ -75,7 +75,15 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
+class UpdateOptions:
+    """The update of a step."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, AdamW for all else; both with the learning rate and decay of AdamW."""
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(UpdateOptions):
     """Length and optimizer."""
 
     steps: int = 150
@@ -86,9 +94,6 @@ class OptimizerOptions:
 
     seed: int = 0
     """Seeds the weights, the data order and dropout. On a CPU, two runs with one seed are bitwise equal."""
-
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks, AdamW for all else; both with the learning rate and decay of AdamW."""
 
     lr: float = 2e-3
     """Peak learning rate."""

@@ -41,9 +41,10 @@ def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: 
 
 
 def declare(result: torch.Tensor, kind: str, axis: str) -> None:
-    """In a trace, the collective that ``result`` waits for has the role ``kind`` over ``axis``; else nothing."""
-    if compat.is_tracing():
-        wait = compat.node_of_trace(result)
+    """In a trace of a step, the collective that ``result`` waits for has the role ``kind`` over ``axis``; else
+    nothing."""
+    wait = compat.node_of_trace(result) if compat.is_tracing() else None
+    if wait is not None and provenance(wait):
         wait = wait.args[0] if wait.target is operator.getitem else wait  # one of several results
         for node in (wait, wait.args[0]):
             set_role(node, Role(kind, (), axis))

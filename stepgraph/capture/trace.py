@@ -107,6 +107,7 @@ def trace_step(
     exact: bool = False,
     ones: Sequence[int] = (),
     replays: bool = False,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Traced:
     """Capture one training step of ``model``.
 
@@ -118,7 +119,8 @@ def trace_step(
     warned of. ``ones``: places of masks of the batch that are literals of ones, see `masks_of_ones`. ``share``: this
     rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph of the update
     that of the parameters that are here, with the others on the meta device. ``replays``: whether what ``loss_fn``
-    reads of values may be answered after the step, see `stepgraph.capture.python.replay`.
+    reads of values may be answered after the step, see `stepgraph.capture.python.replay`. ``shapes``: of whole
+    parameters whose shards may be padded, by name.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -129,6 +131,7 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
+    given = (*given, shapes)
     failed: ReplayError | None = None
     for fill in FILLS if replays else ():
         try:
@@ -153,9 +156,9 @@ def _traced(*given: Any) -> Traced:
                 break
             except (RunAgain, Again, DrawsFound) as found:
                 if isinstance(found, RunAgain):
-                    given = (*given[:11], found.calls, given[12])
+                    given = (*given[:12], found.calls, given[13])
                 elif isinstance(found, DrawsFound):
-                    given = (*given[:12], found.hosted)
+                    given = (*given[:13], found.hosted)
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         moving = trace.replay.prove(model) if trace.replay else []
@@ -195,6 +198,7 @@ class StepTrace:
         share: Share | None = None,
         exact: bool = False,
         ones: Sequence[int] = (),
+        shapes: Mapping[str, Sequence[int]] | None = None,
         fill: float | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
@@ -213,7 +217,8 @@ class StepTrace:
         self.needs_grad = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
-        self.update = Update(optimizer) if optimizer is not None else None
+        sizes = {id(slot.tensor): shapes[slot.name] for slot in self.slots if slot.name in (shapes or {})}
+        self.update = Update(optimizer, sizes) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         checks.check_layouts(self.slots)
         self.stateless = self.update.without_state() if self.update else []

@@ -35,6 +35,7 @@ from stepgraph.compat.compiler import (
 from stepgraph.compat.distributed import (
     all_reduce,
     all_to_all,
+    begin_all_to_all,
     flight_records,
     group_name,
     groups_of,
@@ -76,7 +77,15 @@ from stepgraph.compat.fake import (
 from stepgraph.compat.lengths import SymbolicLength, keep_mode
 from stepgraph.compat.memory import dump_memory, record_memory
 from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
-from stepgraph.compat.optimizer import accelerated_inside, has_step_hooks, mark_stepped, step_replaced
+from stepgraph.compat.optimizer import (
+    accelerated_inside,
+    has_step_hooks,
+    mark_stepped,
+    muon_rate,
+    muon_replaced,
+    orthogonalized,
+    step_replaced,
+)
 from stepgraph.compat.pipelining import pipeline_order
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (

@@ -20,9 +20,13 @@ def all_reduce(tensor: torch.Tensor, op: str, group: torch.distributed.ProcessGr
 def all_to_all(parts: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
     """Part r of equal ``parts`` along dimension 0 goes to rank r of ``group``; what came from rank r is part r of the
     result, a new tensor. In a trace, as two nodes."""
-    ops, ranks = torch.ops._c10d_functional, group.size()
-    sizes = [parts.shape[0] // ranks] * ranks
-    return ops.wait_tensor(ops.all_to_all_single(parts, sizes, sizes, group.group_name))
+    return torch.ops._c10d_functional.wait_tensor(begin_all_to_all(parts, group))
+
+
+def begin_all_to_all(parts: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """`all_to_all` that is not waited for: nothing may read the result before ``wait_tensor`` of it."""
+    sizes = [parts.shape[0] // group.size()] * group.size()
+    return torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, group.group_name)
 
 
 def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:

@@ -1,11 +1,16 @@
 """Private state of torch's optimizers, which its learning rate schedulers read too; and optimizers around them."""
 
+import contextlib
+import inspect
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import lr_scheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim import _muon, lr_scheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, _to_scalar
+
+from stepgraph.compat.replaced import replaced
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -43,3 +48,25 @@ def accelerated_inside(optimizer: Any) -> Any:
             "captured step has not; use mixed_precision='bf16'"
         )
     return optimizer.optimizer
+
+
+def muon_replaced(muon: Callable) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``torch.optim.Muon`` updates each group by ``muon(plain, params, grads, momentum buffers, **options)``;
+    ``plain``: what it replaces."""
+    plain = _muon.muon
+
+    def ours(*tensors: Any, lr: Any, **options: Any) -> None:
+        muon(plain, *tensors, lr=_to_scalar(lr), **options)
+
+    return replaced(_muon, muon=ours)
+
+
+def muon_rate(options: Mapping[str, Any], shape: Sequence[int]) -> Any:
+    """The learning rate of ``torch.optim.Muon`` for a matrix of ``shape``. ``options``: of `muon_replaced`."""
+    return _muon._adjust_lr(options["lr"], options["adjust_lr_fn"], torch.Size(shape))
+
+
+def orthogonalized(matrix: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+    """``matrix`` (M, N) as ``torch.optim.Muon`` orthogonalizes it, bf16; one in bf16 is written to."""
+    _, *names = inspect.signature(_muon._zeropower_via_newtonschulz).parameters
+    return _muon._zeropower_via_newtonschulz(matrix, **{name: options[name] for name in names})

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from stepgraph.options import PARTS, BatchOptions, DeviceOptions, MeshOptions, StepOptions
+from stepgraph.options import PARTS, BatchOptions, DeviceOptions, MeshOptions, StepOptions, UpdateOptions
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class ReportOptions:
 
 
 #: What forecasts take of a run, besides its model.
-FORECAST = (BatchOptions, MeshOptions, StepOptions)
+FORECAST = (BatchOptions, UpdateOptions, MeshOptions, StepOptions)
 
 #: What the benchmarks of a preset's training step take of a run. The options of the step are for stepgraph's providers.
 BENCH = (BatchOptions, DeviceOptions, StepOptions)
@@ -210,7 +210,7 @@ COMMANDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "sample": ("RUN", (SampleOptions,)),
     "export": ("RUN", (ExportOptions,)),
     "bench step": ("[PRESET ...]", (*BENCH, StepBench)),
-    "bench train": ("[PRESET]", (*BENCH, MeshOptions, TrainBench)),
+    "bench train": ("[PRESET]", (*BENCH, UpdateOptions, MeshOptions, TrainBench)),
     "bench model": ("NAME ...", (ModelBench,)),
     "bench norm": ("", (NormBench,)),
     "bench report": ("FILE.json ...", (ReportOptions,)),

@@ -188,10 +188,8 @@ class TrainConfig(
     def _validate_optimizer(self) -> None:
         if self.optimizer == "adamw":
             return
-        if self.precision == "bf16":
+        if self.precision == "bf16" and self.mesh is None:
             raise ValueError("optimizer=muon keeps no master weights: try --precision bf16-autocast")
-        if (spec := self.mesh_spec) and spec.dp_shard * spec.tp > 1:
-            raise ValueError(f"optimizer=muon needs whole matrices and mesh={self.mesh} shards them: try --mesh ddp=N")
 
     def _validate_folders(self) -> None:
         if self.resume is not None:

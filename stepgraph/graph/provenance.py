@@ -10,7 +10,8 @@ KEY = "stepgraph"
 PHASES = ("forward", "loss", "backward", "optimizer")
 #: ``gather``: of parameters. ``reduce``: of their gradients. ``activation``: any other collective of forward or
 #: backward. ``dispatch``, ``compute``, ``combine``: of experts. ``send``, ``recv``: between the stages of a pipeline.
-ROLES = ("gather", "reduce", "activation", "dispatch", "compute", "combine", "send", "recv")
+#: ``collect``, ``return``: of whole matrices, to the rank that orthogonalizes them and back.
+ROLES = ("gather", "reduce", "activation", "dispatch", "compute", "combine", "send", "recv", "collect", "return")
 
 
 class Role(NamedTuple):

@@ -47,6 +47,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
         exact=spec.is_exact,
         ones=spec.ones,
         replays=spec.replays,
+        shapes=spec.placement and {name: layout.shape for name, layout in spec.placement.layouts.items()},
     )
 
 

@@ -53,6 +53,7 @@ class Case:
         parts = [rebuilt(spec.batch, [microbatch(leaf, k, n) for leaf in leaves], structure) for k in range(n)]
         with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
             options = self.optimizers, spec.max_grad_norm, spec.skip_nonfinite
+            options = (*options, spec.placement and spec.placement.layouts)
             return eager_step(spec.model, spec.loss_fn, parts, *options)
 
 

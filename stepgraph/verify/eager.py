@@ -1,6 +1,7 @@
 """One training step as a plain loop runs it, which is what a captured step must equal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.capture.python.end_of_step import end_of_step
 from stepgraph.capture.python.metrics import collected, means
+from stepgraph.parallel.layout import Layout
 
 
 def eager_step(
@@ -19,8 +21,11 @@ def eager_step(
     optimizers: Sequence[torch.optim.Optimizer],
     max_grad_norm: float | None,
     skip_nonfinite: bool = False,
+    layouts: Mapping[str, Layout] | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, metrics by name) of forward, backward, clipping, update and what modules do after it.
+
+    ``layouts``: of a model over ranks, by the names of its parameters.
 
     ``skip_nonfinite``: parameters, buffers and optimizer state are left as they were where the loss or the norm is not
     finite.
@@ -49,10 +54,11 @@ def eager_step(
     if skip_nonfinite:
         metrics["skipped"] = ~torch.isfinite(torch.stack([total, metrics["grad_norm"]])).all()
     skipped = skip_nonfinite and bool(metrics["skipped"])
-    owned = set()
+    owned, placed = set(), {id(p): layouts[name] for name, p in model.named_parameters() if layouts}
     for optimizer in optimizers:
         if not skipped:
-            _step(optimizer)
+            with compat.muon_replaced(partial(_whole_muon, placed)):
+                _step(optimizer)
         owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
     if optimizers:
         metrics |= end_of_step(model)
@@ -81,6 +87,26 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     finally:
         optimizer.param_groups = groups
+
+
+def _whole_muon(
+    placed: Mapping[int, Layout],
+    plain: Callable,
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    momenta: list[torch.Tensor],
+    **options: Any,
+) -> None:
+    """torch's ``muon`` of whole matrices, as one process has them; every rank keeps its part."""
+    for param, grad, momentum in zip(params, grads, momenta, strict=True):
+        layout = placed.get(id(param))
+        if layout is None:
+            plain([param], [grad], [momentum], **options)
+            continue
+        whole = [layout.without_padding(t.detach()).full_tensor().clone() for t in (param, grad, momentum)]
+        plain(*([t] for t in whole), **options)
+        for stored, found in ((param, whole[0]), (momentum, whole[2])):
+            layout.own(stored.to_local()).copy_(layout.cut(found))
 
 
 def _clip(params: list[torch.Tensor], max_norm: float) -> torch.Tensor:

@@ -105,7 +105,6 @@ def test_a_damaged_configuration_is_refused(change, message):
         ({"precision": "fp16"}, "unknown precision 'fp16'"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
         ({"optimizer": "muon", "precision": "bf16"}, "keeps no master weights: try --precision bf16-autocast"),
-        ({"optimizer": "muon", "mesh": "fsdp=2"}, "mesh=fsdp=2 shards them: try --mesh ddp=N"),
         ({"seed": -1}, r"seed=-1 must be 0 or more, and below 2\^63"),
         ({"seed": 1 << 63}, r"seed=9223372036854775808 must be 0 or more, and below 2\^63"),
         ({"keep_every": 30}, "keep_every=30 must be a multiple of checkpoint_every=50, of whose steps"),

@@ -179,6 +179,20 @@ def check_compiled(mesh, passes=None, broken_off=None):
     return step
 
 
+def check_muon(mesh):
+    """Every rank orthogonalizes whole matrices, in the CUDA graph, with the bits of one process."""
+    (model, _), loss_fn = build(mesh), repeatable_loss(mesh)
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = [torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(rest, lr=3e-4, fused=True)]
+    step = stepgraph.capture(model, loss_fn, batch_of(mesh, 0), optimizers, max_grad_norm=1.0, passes="exact")
+    for i in range(4):
+        report = step.verify(batch_of(mesh, i))
+        assert report.bitwise, str(report)
+        step(batch_of(mesh, i))
+    assert step.report[-1].summary.startswith("1 CUDA graph, 0 nodes")
+
+
 def check_turns(mesh):
     """Pipelines take turns between two places, without a word where one is free again: one rank is late, a graph holds
     an odd number of them, and another graph larger ones."""
@@ -233,6 +247,11 @@ def check_turns(mesh):
 @pytest.mark.parametrize("spec", MESHES)
 def test_cuda_graphs_with_nccl_are_bitwise_eager(spec):
     on_gpus(spec, check_exact)
+
+
+@pytest.mark.parametrize("spec", ["fsdp=2", "tp=2", "fsdp=2,tp=2"])
+def test_muon_over_shards_is_bitwise_that_of_one_process(spec):
+    on_gpus(spec, check_muon)
 
 
 def test_a_graph_waits_for_the_collectives_that_it_began():

@@ -30,7 +30,7 @@ from stepgraph.config.idle import refuse_unused
 from stepgraph.config.presets import DEFAULT, PRESETS, settings
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import flops_per_token
-from stepgraph.options import MeshOptions, values
+from stepgraph.options import MeshOptions, UpdateOptions, values
 
 #: What torchrun starts as each rank.
 RANK = ["-m", "stepgraph.bench.train.rank"]
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     if device.type == "cuda" and ranks > there:
         raise ValueError(f"mesh {config.mesh} has {ranks} ranks, this machine {there} GPUs: choose a smaller --mesh")
     env = environment()
-    chosen = describe(config, env) | values(config, MeshOptions)
+    chosen = describe(config, env) | values(config, UpdateOptions, MeshOptions)
     chosen["balanced_routing"] = options.balanced_routing
     chosen["rounded_weights"] = "torchtitan" in providers and rounded_weights(config)
     settings: dict[str, Any] = {
@@ -85,7 +85,7 @@ def parse_train(argv: list[str]) -> tuple[TrainConfig, TrainBench]:
         "stepgraph bench train [PRESET]",
         preset(name, inductor=settings(name).get("inductor", "full") if name in PRESETS else "full", mesh="fsdp=1"),
         TrainBench(),
-        parts=(*BENCH, MeshOptions, "first_step_timeout"),
+        parts=(*BENCH, UpdateOptions, MeshOptions, "first_step_timeout"),
         description=described(TrainBench, PROVIDERS),
     )
     provider_names(options.providers, PROVIDERS)

@@ -54,7 +54,8 @@ class CapturedTraining:
         if balanced:
             balance(model)
         loss_fn = build.build_loss(config, device, mesh)
-        optimizer = fused_adamw(config, model)
+        adamw = config.optimizer == "adamw"  # of all parameters alike, as torchtitan's
+        optimizer = fused_adamw(config, model) if adamw else build.build_optimizer(config, model)
         self.build_s = time.perf_counter() - begun
         phase("capture")
         start = time.perf_counter()

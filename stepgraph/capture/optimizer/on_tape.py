@@ -143,13 +143,17 @@ class OnTape(compat.TorchDispatchMode):
             return factors.call(func, args, kwargs, self._factor, is_number)
         return func(*args, **kwargs)
 
+    def attribute_to(self, path: str) -> None:
+        """What follows belongs to the module ``path``, until an operator takes another one's tensor."""
+        self._path = path
+        self.attribute(path)
+
     def _note(self, func: Any, tensors: Sequence[Tensor], args: tuple, kwargs: dict) -> None:
         """Note what is written, and whose parameter it is."""
         for tensor in tensors:
             path = self.owners.get(_storage(tensor))
             if path is not None and path != self._path:
-                self._path = path
-                self.attribute(path)
+                self.attribute_to(path)
                 break
         if not isinstance(func, torch._ops.OpOverload) or not func._schema.is_mutable:
             return

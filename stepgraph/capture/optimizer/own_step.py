@@ -6,6 +6,7 @@ written on the host after each call. State that it makes is an output of the gra
 `stepgraph.capture.optimizer.prepare` could make it before.
 """
 
+import contextlib
 import inspect
 import sys
 import traceback
@@ -23,6 +24,7 @@ from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.capture.optimizer.host import Count, Host, Place, equal, frozen, same
 from stepgraph.capture.optimizer.on_tape import NotOfHost, OnTape, tensors_of_numbers
+from stepgraph.capture.optimizer.spread import Matrix, Spread, cuts_of
 from stepgraph.capture.optimizer.tape import TORCHS, Constant, Tape, is_number, line_in_use, python_on_tape, wrapped
 from stepgraph.capture.python.places import of_program
 from stepgraph.capture.python.values import kind_of
@@ -91,10 +93,10 @@ class Early(Protocol):
 
 
 class OwnStep:
-    """One optimizer by its own ``step``."""
+    """One optimizer by its own ``step``. ``shapes``: of whole parameters whose shards may be padded, by their ids."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, shapes: Mapping[int, Sequence[int]]):
+        self.optimizer, self.shapes = optimizer, shapes
         self.name = type(optimizer).__qualname__
         self.learned = _LEARNED.setdefault(optimizer, Learned())
         self.step = _function(optimizer)
@@ -165,14 +167,18 @@ class OwnStep:
         attribute: Callable[[str], None],
         mode: compat.FakeTensorMode,
         early: Early | None = None,
+        muon: Callable | None = None,
     ) -> "Run":
         """Run ``step`` in the running trace on the stand-ins of each parameter group.
 
         ``give_input``: makes a live scalar tensor an input of the graph, by a name. ``early``: takes the state that
-        ``step`` makes. Raises `Again` where the trace is to be begun again, with what it learned.
+        ``step`` makes. ``muon``: see `compat.muon_replaced`. Raises `Again` where the trace is to be begun again, with
+        what it learned.
         """
         run = Run(self, groups, give_input, attribute, mode, early)
-        run.run()
+        if muon is None and self.sharded is not None and isinstance(self.optimizer, torch.optim.Muon):
+            muon = run.spread_muon
+        run.run(muon)
         return run
 
 
@@ -354,14 +360,15 @@ class Run:
 
     # ---- the run ----
 
-    def run(self) -> None:
+    def run(self, muon: Callable | None) -> None:
         optimizer, own = self.optimizer, self.own
         groups, attributes = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
         try:
             self._put_stand_ins()
             places = [compat.storage_key(m.tensor) for m in self.members.values()]
             names = {cls.__module__ for cls in type(optimizer).__mro__[:-1]} - {"builtins", "typing"}
-            with tensors_of_numbers(), python_on_tape({n: sys.modules[n] for n in names}), self.mode:
+            muons = compat.muon_replaced(muon) if muon else contextlib.nullcontext()
+            with tensors_of_numbers(), python_on_tape({n: sys.modules[n] for n in names}), muons, self.mode:
                 own.step(optimizer)
                 if places != [compat.storage_key(m.tensor) for m in self.members.values()]:
                     raise CaptureError(
@@ -388,6 +395,17 @@ class Run:
             raise CaptureError(f"{own.name}.step changes what its attributes hold, which a captured step cannot do")
         if self.early is None:
             self._check_decisions()
+
+    def spread_muon(
+        self, _: Callable, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], **options: Any
+    ) -> None:
+        """torch's ``muon`` over shards."""
+        live = [self.members[id(param)].live for param in params]
+        cuts = [cuts_of(param, self.own.shapes.get(id(param))) for param in live]
+        refuse, self.mode.refuse_shards = self.mode.refuse_shards, None
+        update = Spread(options, partial(self.mode.attribute_to, ""))
+        update.update([Matrix(*given) for given in zip(params, grads, momenta, cuts, strict=True)])
+        self.mode.refuse_shards = refuse
 
     def _put_stand_ins(self) -> None:
         optimizer = self.optimizer

@@ -18,6 +18,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture.batch_reads import reads_shape
 from stepgraph.capture.optimizer.own_step import Again, OwnStep, Run, StandIn
+from stepgraph.capture.optimizer.spread import momentum_alone
 from stepgraph.capture.optimizer.tape import is_number, wrapped
 from stepgraph.capture.state import unwrap
 from stepgraph.errors import CaptureError
@@ -218,7 +219,7 @@ class _Alone:
                 groups[-1].append(StandIn(live, param, grad, state, path))
         made = Made(live_of)
         early = made if self.makes else None
-        return self.own.trace(groups, self._give_input, lambda _: None, self.mode, early), made
+        return self.own.trace(groups, self._give_input, lambda _: None, self.mode, early, momentum_alone), made
 
     def _give_input(self, name: str, tensor: Tensor) -> Tensor:
         if not compat.is_fake(tensor):

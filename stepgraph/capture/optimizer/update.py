@@ -30,16 +30,16 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 class Update:
     """One update by one or several optimizers that share no parameter. ``groups``: the parameter groups of all, in
-    order, by whose place in this list learning rates are named."""
+    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`."""
 
-    def __init__(self, optimizers: Optimizers):
+    def __init__(self, optimizers: Optimizers, shapes: Mapping[int, Sequence[int]] | None = None):
         self.optimizers = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
         if not self.optimizers:
             raise ValueError("the list of optimizers is empty; give None to step the model yourself")
         for optimizer in self.optimizers:
             if (rule := _rule_of(optimizer)) is not None:
                 rule.check(optimizer)
-        self.own = {one: OwnStep(one) for one in self.optimizers if _rule_of(one) is None}
+        self.own = {one: OwnStep(one, shapes or {}) for one in self.optimizers if _rule_of(one) is None}
         self._steps = list(map(_class_and_step, self.optimizers))
         self.check_hooks()
         #: What calls of the traced step do on the host.

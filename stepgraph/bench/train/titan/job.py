@@ -60,6 +60,7 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
         f"it has no counterpart to --memory {config.memory}: try none, selective or full": (
             config.memory not in _ACTIVATIONS
         ),
+        "it has no Muon: drop --optimizer muon": config.optimizer != "adamw",
         "it reduces gradients in fp32 alone: add --reduce-dtype fp32": config.reduce_dtype != "fp32",
         "its float8 needs torchao: pip install torchao": fp8 and importlib.util.find_spec("torchao") is None,
     }
