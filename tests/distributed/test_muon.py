@@ -78,10 +78,11 @@ def _check(meshes, options=None):
 
 
 def test_the_bits_of_one_process():
-    on_ranks(2, _check, ("fsdp=2", "tp=2"))
+    on_ranks(2, _check, ("fsdp=2",))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}])
-def test_the_bits_of_one_process_on_four_ranks(options):
+def test_the_bits_of_one_process_on_more_axes(options):
+    on_ranks(2, _check, ("tp=2",), options)
     on_ranks(4, _check, ("fsdp=2,tp=2", "hsdp=2x2", "fsdp=4"), options)

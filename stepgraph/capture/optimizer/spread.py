@@ -82,7 +82,7 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> list[int]:
-        """Of the whole matrix."""
+        """The shape of the whole matrix."""
         first = {cut.dim: cut.size for cut in reversed(self.cuts)}
         return [first.get(dim, size) for dim, size in enumerate(self.param.shape)]
 
