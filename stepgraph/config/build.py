@@ -40,9 +40,10 @@ def build_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     """The model on ``device`` in its precision, or this rank's shards of it, with weights from the seed or from
     Hugging Face. The seed gives the same weights on every device and mesh."""
     if isinstance(config.model, CausalLMConfig):
-        inner = _of_transformers(config, device, weights=config.init_from_hf is not None)
+        inner = _of_transformers(config, device, mesh, weights=config.init_from_hf is not None)
         if config.document_mask == "on":
-            inner.check_documents()
+            with _autocast(config, device):
+                inner.check_documents()
         return inner
     model = empty_model(config, device, mesh)
     if config.init_from_hf is not None:
@@ -60,7 +61,7 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     Built on the meta device first, so that it never exists twice, and under a mesh never whole.
     """
     if isinstance(config.model, CausalLMConfig):
-        return _of_transformers(config, device, weights=False)
+        return _of_transformers(config, device, mesh, weights=False)
     with torch.device("meta"):
         model = family_of(config.model).model(config.model)
     bf16 = config.precision == "bf16"
@@ -88,22 +89,34 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
     return model
 
 
-def _of_transformers(config: TrainConfig, device: torch.device, weights: bool) -> CausalLM:
-    """A model of transformers, with ``weights`` of its folder or drawn ones."""
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None, weights: bool) -> CausalLM:
+    """A model of transformers, with ``weights`` of its folder or drawn ones; under a mesh whole on the host alone.
+
+    bf16 shards of weights that are all trained are fp32, gathered in bf16. With LoRA they are bf16, and the adapter
+    has fp32 copies in the optimizer, as without a mesh.
+    """
+    bf16, whole = config.precision == "bf16", device if mesh is None else torch.device("cpu")
     lora = None if config.lora is None else lora_options(config.lora)
-    quantize = None if config.quantize is None else partial(_quantize, config.quantize, device)
-    with torch.device(device):
-        model = CausalLM(config.model, dtype, weights, lora, quantize).to(device)
+    rounds = bf16 and mesh is not None and lora is None
+    dtype = torch.bfloat16 if bf16 and not rounds else torch.float32
+    quantize = None if config.quantize is None else partial(_quantize, config.quantize, device, mesh is not None)
+    with torch.device(whole):
+        model = CausalLM(config.model, dtype, weights, lora, quantize).to(whole)
     if lora is not None and config.precision == "bf16-autocast":
         model.round_frozen(torch.bfloat16)
+    if mesh is not None:
+        dtypes = {"param_dtype": torch.bfloat16 if rounds else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
+        parallel.parallelize(model, mesh, device=device, **dtypes)
+        if rounds:
+            parallel.round_to(model, torch.bfloat16)
+        seed_all(config.seed + mesh.dp_place)  # dropout of its own on each rank
     return model
 
 
-def _quantize(kind: str, device: torch.device, model: Any) -> list[str]:
+def _quantize(kind: str, device: torch.device, back: bool, model: Any) -> list[str]:
     """Quantize the linear layers of a model of transformers but its head, on ``device``; their paths."""
-    head = model.get_output_embeddings()
-    return quantize_linear(model, kind, skip=[path for path, m in model.named_modules() if m is head], device=device)
+    skip = [path for path, module in model.named_modules() if module is model.get_output_embeddings()]
+    return quantize_linear(model, kind, skip=skip, device=device, back=back)
 
 
 def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:
@@ -153,13 +166,17 @@ def build_loss(
     plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
     if config.loss == "dpo":
         plain = _preferences(config, build_reference(config, device))
-    autocast, kind = config.precision == "bf16-autocast", device.type
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.autocast(kind, torch.bfloat16) if autocast else contextlib.nullcontext():
+        with _autocast(config, device):
             return plain(model, batch)
 
     return loss_fn
+
+
+def _autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractContextManager:
+    autocast = config.precision == "bf16-autocast"
+    return torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
 
 
 def build_reference(config: TrainConfig, device: torch.device) -> nn.Module | None:

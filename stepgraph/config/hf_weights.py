@@ -21,7 +21,7 @@ from stepgraph.models import FAMILIES, HuggingFace, Piece
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.init import Part, whole_part
 from stepgraph.models.transformers.transformers import CausalLM
-from stepgraph.parallel import layouts, local_parts
+from stepgraph.parallel import layouts, local_parts, whole_state
 from stepgraph.parallel.ranks import Ranks
 
 SINGLE = "model.safetensors"
@@ -111,7 +111,7 @@ def save_hf(
     theirs = _format_of(model, "save_hf")
     ranks.first(lambda: _make_folder(folder))
     if isinstance(model, CausalLM):
-        model.save(folder, tokens or {})
+        _save_transformers(model, folder, tokens or {}, ranks)
         return
     params = {name: param.detach() for name, param in model.named_parameters()}
     found, parts = layouts(model), _parts(model)
@@ -134,6 +134,17 @@ def save_hf(
             del whole
         ranks.first(lambda file=file, tensors=tensors: _write_shard(tensors, folder / file))
     ranks.first(lambda: _write_rest(config, folder, weight_map, sum(sizes.values())))
+
+
+def _save_transformers(model: CausalLM, folder: Path, tokens: Mapping[str, int | None], ranks: Ranks) -> None:
+    state = whole_state(model, keep=ranks.rank == 0, used=True)
+    base: list[nn.Module] = []  # rank 0's
+    if model.lora:
+        ranks.first(lambda: base.append(model.read_base()))
+    for path, weight in model.dequantized():  # the adapter was trained next to what the bits say
+        for one in base:
+            one.get_submodule(path).weight.data.copy_(weight)
+    ranks.first(lambda: model.save(folder, tokens, state, next(iter(base), None)))
 
 
 def _cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -222,9 +222,6 @@ class TrainConfig(
     def _validate_transformers(self) -> None:
         """What a model of transformers does not have here."""
         folder = self.model.folder
-        if self.mesh is not None:
-            raise ValueError(f"mesh={self.mesh}, but the model of {folder}, which is transformers' own, trains in one "
-                             "process here: drop it, or train by GraphTrainer(mesh=...)")  # fmt: skip
         if self.init_from_hf is not None and self.init_from_hf.resolve() != Path(folder).resolve():
             raise ValueError(f"init_from_hf={self.init_from_hf} and model.folder={folder} are two models: drop one")
         if self.lora is not None:
@@ -323,6 +320,9 @@ def _check_mesh(config: TrainConfig) -> None:
         return
     if config.nproc is not None:
         spec.check_world(config.nproc)
+    if isinstance(config.model, CausalLMConfig) and spec.cp * spec.tp * spec.pp * spec.ep > 1:
+        raise ValueError(f"mesh={config.mesh}: the model of {config.model.folder}, which is transformers' own, takes "
+                         "the axes fsdp, ddp and hsdp; drop the others")  # fmt: skip
     if config.expert_chunks > (tokens := config.batch_size * config.seq_len // spec.tp):
         raise ValueError(f"expert_chunks={config.expert_chunks} is above the {tokens} tokens of a microbatch; try 2")
     _check_pipeline(config, spec)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
 from stepgraph.capture import gradients
-from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
+from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize, whole_tensor
 from stepgraph.parallel.layout import Layout
 
 #: By what accelerate's launcher asks for FSDP, and for sizes of a mesh.
@@ -193,26 +193,6 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, *_: Any, **__: Any
     return norm
 
 
-@torch.no_grad()
-def whole_weights(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """The ``state_dict`` of a parallel model, whole tensors on the CPU; all ranks must call. Empty if not ``keep``."""
-    placed, seen, found = layouts(model), {}, {}
-    state = model.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if id(value) not in seen:  # tied parameters stay one tensor
-            whole = _whole(value.detach(), placed.get(name))
-            seen[id(value)] = whole.cpu() if keep else None
-        found[name] = seen[id(value)]
-    return found if keep else {}
-
-
-def _whole(value: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    if not isinstance(value, DTensor):
-        return value
-    laid_out = layout is not None and value.placements == layout.at_rest()
-    return (layout.without_padding(value) if laid_out else value).full_tensor()
-
-
 def load_converted(model: nn.Module, folder: str, args: TrainingArguments) -> Any:
     """Load the weights that ``from_pretrained`` finds in ``folder``: what ``load_state_dict`` says of them."""
     with plain_ranks(args):  # all ranks read
@@ -228,7 +208,7 @@ def whole_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, keep: bo
         slots = dict(state["state"].get(index, {}))  # the optimizer's own stays
         for name, value in slots.items():
             if isinstance(value, torch.Tensor):
-                whole = _whole(value, layout)
+                whole = whole_tensor(value, layout)
                 slots[name] = whole.cpu() if keep else None
         if slots:
             state["state"][index] = slots

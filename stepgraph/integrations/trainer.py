@@ -23,7 +23,7 @@ from stepgraph.capture.python.metrics import means, reported
 from stepgraph.capture.python.replay import is_probing
 from stepgraph.compat.replaced import replaced
 from stepgraph.integrations.lengths import PadToLengths
-from stepgraph.parallel import Mesh, gloo_group, layouts
+from stepgraph.parallel import Mesh, gloo_group, layouts, whole_state
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes import Passes
 from stepgraph.step import CapturedStep, capture
@@ -167,7 +167,7 @@ class GraphTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As ``Trainer``'s: rank 0 writes whole weights. All ranks must call."""
         if self._mesh is not None:
-            self._whole = ranks.whole_weights(self.model, keep=self.args.should_save)
+            self._whole = whole_state(self.model, keep=self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)
         finally:

@@ -1,7 +1,7 @@
 """Data, tensor and pipeline parallelism, applied to a plain model from outside; its collectives become graph nodes."""
 
 from stepgraph.parallel.apply import held_parameters, parallelize
-from stepgraph.parallel.fsdp import layouts
+from stepgraph.parallel.fsdp import layouts, whole_state, whole_tensor
 from stepgraph.parallel.init import local_parts, round_to
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec

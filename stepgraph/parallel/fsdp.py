@@ -141,3 +141,26 @@ def layouts(model: nn.Module) -> dict[str, Layout]:
         for path, module in model.named_modules()
         for name, layout in own_layouts(module).items()
     }
+
+
+@torch.no_grad()
+def whole_state(model: nn.Module, keep: bool, used: bool = False) -> dict[str, torch.Tensor]:
+    """The ``state_dict`` of a model, whole tensors on the CPU; all ranks of a parallel one must call. ``used``: in the
+    dtypes that parameters are used in, not those of their shards. Empty if not ``keep``."""
+    placed, seen, found = layouts(model), {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in seen:  # tied parameters stay one tensor
+            layout = placed.get(name)
+            whole = whole_tensor(value.detach(), layout)
+            whole = whole.to(layout.param_dtype) if used and layout is not None else whole
+            seen[id(value)] = whole.cpu() if keep else None
+        found[name] = seen[id(value)]
+    return found if keep else {}
+
+
+def whole_tensor(value: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """``value``, of a parameter that lies as ``layout`` says, whole on every rank of its mesh, all of which call."""
+    if not isinstance(value, DTensor):
+        return value
+    laid_out = layout is not None and value.placements == layout.at_rest()
+    return (layout.without_padding(value) if laid_out else value).full_tensor()

@@ -32,6 +32,7 @@ import stepgraph.passes.matmul.lora
 import stepgraph.passes.memory.fit
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
+import stepgraph.passes.moe.adapters
 import stepgraph.passes.moe.experts
 import stepgraph.passes.moe.fp8
 import stepgraph.passes.moe.products
@@ -57,6 +58,7 @@ ORDER = (
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
+    "lora_experts",  # numerics: low-rank adapters of experts' weights as products of rows
     "grouped_products",  # numerics: grouped products by QuACK
     "unread_rows",  # no zeros after experts' rows where nothing reads them
     "fp8_experts",  # numerics: products of experts' rows in fp8

@@ -31,8 +31,8 @@ def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tupl
     In evaluation mode, in the dtypes that the run computed in. Raises ``ValueError``, in one line, where there is no
     checkpoint that can be used.
     """
-    bf16, on_ranks = config.precision == "bf16", config.mesh_spec is not None
-    alone = dataclasses.replace(config, mesh=None, precision="fp32" if bf16 and on_ranks else config.precision)
+    rounds = config.precision == "bf16" and config.mesh_spec is not None and config.lora is None  # shards are fp32
+    alone = dataclasses.replace(config, mesh=None, precision="fp32" if rounds else config.precision)
     require_memory(alone, there := pick_device(device))
     model = build.empty_model(alone, there)
     model.init_weights(parts={})  # only buffers that no checkpoint holds, such as RoPE tables
@@ -45,7 +45,7 @@ def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tupl
         except (ValueError, OSError):
             if path.is_dir() or not left:
                 raise  # otherwise the run, which still trains, has deleted this checkpoint and has a newer one
-    if bf16 and on_ranks:  # its shards are fp32, gathered in bf16
+    if rounds:  # gathered in bf16
         for param in model.parameters():
             param.data = param.data.to(torch.bfloat16)
     return model.eval(), done["step"]

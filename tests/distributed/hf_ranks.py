@@ -29,7 +29,7 @@ def build(name: str, scale: int = 1, **options: Any) -> torch.nn.Module:
     widths = {key: size * scale if key.endswith("_size") else size for key, size in (SHAPE | own).items()}
     shape = {"num_key_value_heads": 2, "head_dim": 8 * scale, "vocab_size": VOCAB, "pad_token_id": 0}
     set_seed(0)
-    return AutoModelForCausalLM.from_config(getattr(transformers, config)(**shape, **widths, **options))
+    return AutoModelForCausalLM.from_config(getattr(transformers, config)(**shape | widths | options))
 
 
 def rows(count: int = ROWS, length: int = LENGTH) -> list[dict[str, torch.Tensor]]:

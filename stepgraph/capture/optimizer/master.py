@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 aten = torch.ops.aten
 
@@ -75,8 +76,13 @@ class MasterAdamW(torch.optim.AdamW):
                 **fused_options(group),
                 amsgrad=False,
             )
-            torch._foreach_copy_(params, masters)
+            torch._foreach_copy_([_local(p) for p in params], [_local(m) for m in masters])
         return loss
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a DTensor, for an operator that DTensor does not have."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def fused_options(group: dict[str, Any]) -> dict[str, Any]:

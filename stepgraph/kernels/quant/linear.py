@@ -143,7 +143,11 @@ class Nf4Linear(QuantizedLinear):
     def _keep(self, q: nf4.Quantized) -> None:
         names = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nested_offset")
         for name, tensor in zip(names, (q.absmax, q.quant_map, *(q.nested or (None,) * 3)), strict=True):
-            self.register_buffer(name, tensor, persistent=False)
+            self._parameters.pop(name, None)
+            if name == "absmax" and q.nested:  # a byte for 64 values: FSDP shards it as it does the codes
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor, persistent=False)
 
     @classmethod
     def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
@@ -163,6 +167,7 @@ class Nf4Linear(QuantizedLinear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(f"{prefix}absmax", None)
         shape, dtype = (self.out_features, self.in_features), str(self.dtype).removeprefix("torch.")
         for name, tensor in nf4.to_state(self.quantized, self.kind, self.block, shape, dtype).items():
             destination[f"{prefix}weight.{name}"] = tensor
@@ -178,10 +183,14 @@ class Nf4Linear(QuantizedLinear):
                     f"{prefix}weight is {tuple(plain['shape'])}, the layer {(self.out_features, self.in_features)}: "
                     "give a checkpoint of this model"
                 )
+            if type(self._parameters["weight"].data) is not Tensor:
+                raise ValueError(f"{prefix}weight is sharded: load the layer's 4-bit state before parallelize")
             device = self.weight.device
             self.block, self.dtype = plain["blocksize"], getattr(torch, plain["dtype"])
             self._keep(nf4.Quantized(q.codes, *(t.to(device) for t in q[1:3]), tuple(t.to(device) for t in q.nested)))
             state_dict[f"{prefix}weight"] = q.codes
+            if q.nested:
+                state_dict[f"{prefix}absmax"] = q.absmax
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -228,12 +237,18 @@ KINDS: dict[str, type[QuantizedLinear]] = {"nf4": Nf4Linear, "fp8": Fp8Linear}
 
 
 def quantize_linear(
-    model: nn.Module, kind: str, *, skip: Collection[str] = (), device: torch.device | None = None
+    model: nn.Module,
+    kind: str,
+    *,
+    skip: Collection[str] = (),
+    device: torch.device | None = None,
+    back: bool = False,
 ) -> list[str]:
     """Replace the frozen form of every ``nn.Linear`` in ``model`` but those at the paths ``skip``; their paths.
 
     ``kind``: ``nf4`` or ``fp8``. One after another goes to ``device`` and is quantized there, and its old weight is
-    freed: a GPU holds one of them whole at a time. A weight that another module shares (a tied embedding) stays.
+    freed: a GPU holds one of them whole at a time. ``back``: the layer returns to where it was, to be sharded.
+    A weight that another module shares (a tied embedding) stays.
     Raises ``ValueError`` where there is nothing to quantize.
     """
     if kind not in KINDS:
@@ -249,7 +264,9 @@ def quantize_linear(
     for path in found:
         parent, _, name = path.rpartition(".")
         holder = model.get_submodule(parent)
-        setattr(holder, name, KINDS[kind].of(getattr(holder, name), device).train(holder.training))
+        old = getattr(holder, name)
+        new = KINDS[kind].of(old, device).train(holder.training)
+        setattr(holder, name, new.to(old.weight.device) if back else new)
     return found
 
 

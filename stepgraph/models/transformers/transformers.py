@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,8 @@ class CausalLM(nn.Module):
             # The adapter has the dtype of the weights, like all parameters of a run.
             adapter = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
             try:
-                self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
+                with torch.device("cpu"):  # a seed draws the same adapter on every device
+                    self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
             except ValueError as error:  # of modules that the model does not have
                 raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
             for param in (p for p in self.inner.parameters() if p.requires_grad):
@@ -171,24 +172,35 @@ class CausalLM(nn.Module):
         made = self.inner.generate(input_ids=given, logits_processor=[Chosen()], **options)[0, len(prompt) :].tolist()
         return made[:-1] if made and made[-1] in stop else made
 
-    def save(self, folder: Path, tokens: Mapping[str, int | None]) -> None:
-        """Write a checkpoint that ``AutoModelForCausalLM.from_pretrained`` reads; of a model with LoRA the merged
-        weights, and the adapter, which ``peft`` reads, in the folder `ADAPTER` in it. ``tokens``: ids for its
-        ``config.json``."""
-        generation, whole = folder / "generation_config.json", self.inner
-        before = generation.read_text() if generation.exists() else None
-        if self.lora:
-            import peft
-            from transformers import AutoModelForCausalLM
+    def read_base(self) -> nn.Module:
+        """The model of transformers in the folder, on the CPU: what an adapter is merged into."""
+        from transformers import AutoModelForCausalLM
 
-            self.inner.save_pretrained(folder / ADAPTER)
-            base = AutoModelForCausalLM.from_pretrained(self.config.folder, dtype="auto", local_files_only=True)
-            ours = dict(self.inner.get_base_model().named_modules())
-            for path in self.quantized:  # the adapter was trained next to what the bits say
-                weight = base.get_submodule(path).weight
-                weight.data.copy_(ours.get(f"{path}.base_layer", ours[path]).dequantize(weight.dtype))
-            whole = peft.PeftModel.from_pretrained(base, folder / ADAPTER).merge_and_unload()
-        whole.save_pretrained(folder)
+        with torch.device("cpu"):
+            return AutoModelForCausalLM.from_pretrained(self.config.folder, dtype="auto", local_files_only=True)
+
+    def dequantized(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The path in `read_base` and the weight, fp32, of each quantized layer. All ranks of a parallel model call."""
+        ours = dict(self.inner.get_base_model().named_modules()) if self.quantized else {}
+        for path in self.quantized:
+            yield path, ours.get(f"{path}.base_layer", ours[path]).dequantize(torch.float32)
+
+    def save(
+        self, folder: Path, tokens: Mapping[str, int | None], state: dict[str, torch.Tensor], base: nn.Module | None
+    ) -> None:
+        """Write a checkpoint that ``AutoModelForCausalLM.from_pretrained`` reads; of a model with LoRA the adapter
+        merged into ``base``, and the adapter, which ``peft`` reads, in the folder `ADAPTER` in it. ``state``: the whole
+        tensors of `state_dict`. ``tokens``: ids for its ``config.json``."""
+        generation = folder / "generation_config.json"
+        before = generation.read_text() if generation.exists() else None
+        state = {name.removeprefix("inner."): value for name, value in state.items()}
+        if base is not None:
+            import peft
+
+            self.inner.save_pretrained(folder / ADAPTER, state_dict=state)
+            peft.PeftModel.from_pretrained(base, folder / ADAPTER).merge_and_unload().save_pretrained(folder)
+        else:
+            self.inner.save_pretrained(folder, state_dict=state)
         write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(tokens))
         if before is not None:
             generation.write_text(before)
