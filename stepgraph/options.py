@@ -298,7 +298,7 @@ class RecordOptions:
     """Start from the Hugging Face checkpoint in this folder, or of this name on the Hub; without PRESET, its model."""
 
     lora: str | None = None
-    """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+v_proj); dropout=0.1, dora and rslora
+    """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+experts); dropout=0.1, dora and rslora
     may follow. None: all."""
 
     quantize: Literal["nf4", "fp8"] | None = None

@@ -10,7 +10,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from stepgraph.parallel.layout import Layout
 
 _LAYOUTS = "_stepgraph_layouts"
 _HELD = "_stepgraph_held"  # gathered parameters by name, inside `gathered_once`
+_AWAY = "_stepgraph_away"  # stored parameters by name, while `torch.nn.utils.parametrize` has their place
 
 
 def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
@@ -69,6 +70,8 @@ def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable
     members: dict[str, Any] = {name: property(_getter(name)) for name in layouts}
     if forward is not None:
         members["forward"] = lambda self, *args: forward(self, partial(base.forward, self), *args)
+    if layouts:
+        members |= {"__delattr__": partialmethod(_take_away, base), "register_buffer": partialmethod(_put_back, base)}
     members |= {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     module.__class__ = type(base.__name__, (base,), members)
     first = not own_layouts(module)
@@ -76,6 +79,22 @@ def parametrize(module: nn.Module, layouts: dict[str, Layout], forward: Callable
     if layouts and first:
         module.register_state_dict_post_hook(_leave_padding_out)
         module.register_load_state_dict_pre_hook(_take_own_part)
+
+
+def _take_away(module: nn.Module, base: type, name: str) -> None:
+    """``torch.nn.utils.parametrize`` removes a parameter that it has read, as peft does with experts' weights."""
+    if name in module._parameters and name in own_layouts(module):
+        vars(module).setdefault(_AWAY, {})[name] = module._parameters[name]
+    base.__delattr__(module, name)
+
+
+def _put_back(module: nn.Module, base: type, name: str, tensor: Any, persistent: bool = True) -> None:
+    """When it ends it registers what it had read, a gathered one: the shard takes its place again."""
+    away = vars(module).get(_AWAY, {})
+    if name in away:
+        module._parameters[name] = away.pop(name)
+    else:
+        base.register_buffer(module, name, tensor, persistent)
 
 
 def _leave_padding_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -107,6 +126,8 @@ def _getter(name: str) -> Callable[[nn.Module], torch.Tensor]:
         held = vars(module).get(_HELD)
         if held is not None and name in held:
             return held[name]
+        if name not in module._parameters:
+            raise AttributeError(name)
         found = unshard(module._parameters[name], getattr(module, _LAYOUTS)[name])
         if held is not None:
             held[name] = found

@@ -37,12 +37,15 @@ LONG = pytest.mark.long
 ADAPTED = ["q_proj", "v_proj", "up_proj"]
 
 
-def adapted(kind, layers=1, **options):
+def adapted(kind, layers=1):
     """The same on every rank; B is drawn, so that A has a gradient."""
-    base = build_hf("llama3.2", num_hidden_layers=layers)
+    base = build_hf("qwen3-moe" if kind == "experts" else "llama3.2", num_hidden_layers=layers)
     if kind in ("nf4", "fp8"):
         quantize_linear(base, kind, skip=["lm_head"])
-    lora = peft.LoraConfig(r=4, target_modules=ADAPTED, init_lora_weights=False, use_dora=kind == "dora", **options)
+    targets = dict(target_modules=ADAPTED, use_dora=kind == "dora")
+    if kind == "experts":
+        targets = dict(target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    lora = peft.LoraConfig(r=4, init_lora_weights=False, **targets)
     return peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
 
 
@@ -50,7 +53,9 @@ def _optimizer(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
 
 
-@pytest.mark.parametrize("kind", ["nf4", *(pytest.param(kind, marks=LONG) for kind in ("whole", "fp8", "dora"))])
+@pytest.mark.parametrize(
+    "kind", ["nf4", *(pytest.param(kind, marks=LONG) for kind in ("whole", "fp8", "dora", "experts"))]
+)
 def test_own_loop(kind):
     on_ranks(2, _own_loop, kind)
 
@@ -71,7 +76,7 @@ def _own_loop(kind):
     assert expected[2] < expected[0]
 
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert len(trained) == (9 if kind == "dora" else 6) and all("lora_" in name for name in trained)
+    assert len(trained) == {"dora": 9, "experts": 4}.get(kind, 6) and all("lora_" in name for name in trained)
     assert {i.what.parameter for i in step.graph.inputs if isinstance(i.what, OptimizerState)} == trained
     assert {what.parameter for what in step.graph.outputs if isinstance(what, Gradient)} <= trained
 

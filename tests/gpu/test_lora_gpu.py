@@ -69,6 +69,55 @@ def test_peft_by_the_default_pipeline(kind):
     assert found.keys() == eager.keys() and error(found) <= 1.3 * error(eager)
 
 
+def test_experts_by_the_default_pipeline():
+    """As near to fp64 as eager peft, and nothing as large as the experts' weights is computed."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    experts = dict(moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, head_dim=64)
+    base = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SMALL, **experts))
+    base.set_experts_implementation("grouped_mm")
+    fused = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(r=16, target_modules=["q_proj"], target_parameters=fused, init_lora_weights=False)
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False).cuda().bfloat16()
+    ids = torch.randint(512, (2, 256), device="cuda")
+    loss_fn = lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731
+    eager, mine = copy.deepcopy(model), copy.deepcopy(model)
+    expected = loss_fn(eager, ids)
+    expected.backward()
+    step = stepgraph.capture(mine, loss_fn, ids, passes=StepOptions(cuda_graph=False))
+    loss = step(ids)
+    report = next(r for r in step.report if r.name == "lora_experts")
+    assert (report.changed, report.notes) == (4, [])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-2)
+    # Routing in bf16 sends a token elsewhere now and then.
+    for (name, p), q in zip(mine.named_parameters(), eager.parameters(), strict=True):
+        if p.grad is not None:
+            assert (p.grad - q.grad).float().norm() < 0.1 * q.grad.float().norm(), name
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", "fp8"])
+def test_a_run_over_two_gpus(tmp_path, kind):
+    """Frozen shards in bf16 or fewer bits: bitwise eager on the same ranks, and the losses of one GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    pytest.importorskip("peft")
+    from tests.distributed.test_train import records, train_on
+    from tests.train.fine_tuning import make
+
+    make(tmp_path)
+    words = ["--init-from-hf", tmp_path / "base", "--data", tmp_path / "chat.jsonl", "--lora", "r=8", "--lr", "1e-2"]
+    words += ["--seq-len", "64", "--steps", "4", "--precision", "bf16", "--saved-steps", "off", "--passes", "exact"]
+    words += ["--quantize", kind] if kind else []
+    train_on(1, *words, "--batch-size", "4", "--out", tmp_path / "one")
+    two = ["--batch-size", "2", "--mesh", "fsdp=2"]
+    train_on(2, *words, *two, "--verify", "--out", tmp_path / "exact", "--export-hf", tmp_path / "hf")
+    train_on(2, *words, *two, "--passes", "default", "--reshard", "always", "--out", tmp_path / "default")
+    expected = [loss for _, loss in records(tmp_path / "one", "loss")]
+    for name in ("exact", "default"):
+        assert [loss for _, loss in records(tmp_path / name, "loss")] == pytest.approx(expected, rel=2e-2)
+    assert (tmp_path / "hf" / "adapter" / "adapter_model.safetensors").exists()
+
+
 def test_two_captures_give_the_same_bits():
     torch.manual_seed(0)
     from tests.passes.matmul.test_lora import BATCH, Model, loss_fn

@@ -177,6 +177,30 @@ def test_lora_from_start_to_an_adapter(folder, form, capsys):
     assert saved and all("lora_" in name for name in saved)  # frozen weights are not
 
 
+@pytest.mark.long
+def test_lora_of_experts_from_start_to_an_adapter(folder, capsys):
+    peft = pytest.importorskip("peft")
+    experts = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8)
+    shutil.copytree(folder / "base", folder / "moe")
+    (folder / "moe" / "model.safetensors").unlink()
+    config = transformers.Qwen3MoeConfig(**ROPE | {"num_hidden_layers": 1}, **experts)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "moe")
+    out, options = folder / "out-moe", ["--lora", "r=8,targets=q_proj+experts", "--lr", 3e-2, "--verify"]
+    assert (
+        train(folder, "--init-from-hf", folder / "moe", *options, "--out", folder / "run-moe", "--export-hf", out) == 0
+    )
+    assert "bitwise equal" in capsys.readouterr().out
+    losses = records(folder / "run-moe", "loss")
+    assert losses[-1] < losses[0] - 0.05
+    merged = transformers.AutoModelForCausalLM.from_pretrained(out)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "moe")
+    plain = base.model.layers[0].mlp.experts.down_proj.detach().clone()
+    assert not torch.equal(merged.model.layers[0].mlp.experts.down_proj, plain)
+    adapted, tokens = peft.PeftModel.from_pretrained(base, out / "adapter"), torch.arange(3, 27).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_words_of_lora():
     pytest.importorskip("peft")
     from stepgraph.models.transformers.transformers import lora_options
@@ -186,6 +210,8 @@ def test_words_of_lora():
         **{"use_dora": True, "use_rslora": True},
     }
     assert lora_options("dora") == lora_options("r=16") | {"use_dora": True}
+    experts = {"target_modules": "all-linear", "target_parameters": ["experts"]}
+    assert lora_options("targets=all-linear+experts") == lora_options("r=16") | experts
 
 
 @pytest.mark.parametrize(
@@ -279,6 +305,7 @@ def test_a_wrong_quantize_is_one_line(folder, words, said, capsys):
         ("dora=1", "dora, rslora may follow"),
         ("rank=4", "r=16,alpha=32"),
         ("targets=wq", "lora: Target modules"),
+        ("targets=experts", "lora: targets name experts, and Qwen3ForCausalLM has none in one parameter: drop them"),
         ("r=4", "no PRESET"),
     ],
 )

@@ -50,8 +50,8 @@ def read_config(folder: Path) -> CausalLMConfig:
 
 
 def lora_options(text: str) -> dict[str, Any]:
-    """``r=16,alpha=32,targets=all-linear,dora`` as options of ``peft.LoraConfig``. ``ValueError``, one line, for
-    others."""
+    """``r=16,alpha=32,targets=all-linear+experts,dora`` as options of ``peft.LoraConfig``. ``ValueError``, one line,
+    for others. ``experts``, in ``target_parameters``: the weights of all experts, which `CausalLM` names."""
     kinds = {"r": int, "alpha": float, "targets": str, "dropout": float}
     parts = text.split(",")
     forms = {f"use_{word}": True for word in ("dora", "rslora") if word in parts}
@@ -66,8 +66,11 @@ def lora_options(text: str) -> dict[str, Any]:
         raise ValueError(f"lora={text} is not allowed: write it as {form}; dora, rslora may follow") from error
     if importlib.util.find_spec("peft") is None:
         raise ValueError(f"lora={text} needs peft: pip install peft")
-    modules = targets if targets == "all-linear" else targets.split("+")
-    rest = {"lora_alpha": given.get("alpha", 2 * rank), "lora_dropout": given.get("dropout", 0.0)}
+    names = targets.split("+")
+    experts = {"target_parameters": ["experts"]} if "experts" in names else {}
+    modules = [name for name in names if name != "experts"]
+    modules = "all-linear" if modules == ["all-linear"] else modules
+    rest = experts | {"lora_alpha": given.get("alpha", 2 * rank), "lora_dropout": given.get("dropout", 0.0)}
     return {"r": rank, "target_modules": modules} | rest | forms
 
 
@@ -105,7 +108,8 @@ class CausalLM(nn.Module):
             import peft
 
             # The adapter has the dtype of the weights, like all parameters of a run.
-            adapter = peft.LoraConfig(task_type="CAUSAL_LM", **lora)
+            experts = {"target_parameters": _experts(self.inner)} if "target_parameters" in lora else {}
+            adapter = peft.LoraConfig(task_type="CAUSAL_LM", **lora | experts)
             try:
                 with torch.device("cpu"):  # a seed draws the same adapter on every device
                     self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
@@ -204,6 +208,14 @@ class CausalLM(nn.Module):
         write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(tokens))
         if before is not None:
             generation.write_text(before)
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """The weights of all experts of a layer in one parameter, by the end of their names that layers share."""
+    named = [name.split(".") for name, param in model.named_parameters() if ".experts." in name and param.ndim == 3]
+    if not named:
+        raise ValueError(f"lora: targets name experts, and {type(model).__name__} has none in one parameter: drop them")
+    return list(dict.fromkeys(".".join(parts[-3:]) for parts in named))
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,8 +10,8 @@ read by grouped products alone. Before -> after, for rows sorted by expert once,
     dL = s bmm(dW', R^T)                           -> s grouped_mm_weight(dy, t)
     dR = s bmm(L^T, dW')                           -> s grouped_mm_weight(dt, x)
 
-with t = grouped_mm(x, R^T) and dt = grouped_mm(dy, L); and with the weights stored the other way round. Nothing of the size of the experts' weights is
-written, neither a sum nor a gradient; t is kept for backward, (rows, r).
+with t = grouped_mm(x, R^T) and dt = grouped_mm(dy, L); and with the weights stored the other way round. Nothing of the
+size of the experts' weights is written, neither a sum nor a gradient; t is kept for backward, (rows, r).
 Tier numerics: sums in another order, and W is not rounded with the adapter in it. Preconditions: grouped products alone
 read W'; on a GPU r is a multiple of 8 in bf16, as these need. A gradient dW' that more reads than dL and dR stays.
 Source: Hu et al., "LoRA", 2021, section 4; grouped products of adapters are own.
@@ -166,4 +166,4 @@ def _rewrite(found: _Adapter) -> None:
     todo += [(node, gradient, readers) for node, readers in found.gradients]
     for node, rewrite, rest in sorted(todo, key=lambda one: one[0]):
         rewrite(node, rest)
-    erase_unread(found.sum, *whole.values(), *scaled.values(), *first.values())
+    erase_unread(*found.sum.users, found.sum, *whole.values(), *scaled.values(), *first.values())

@@ -80,7 +80,7 @@ def test_nothing_as_large_as_the_weights_is_made(turned, tokens):
         torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     targets = [n.target for n in step.graph.graph.nodes]
     assert torch.ops.aten.baddbmm.default not in targets and torch.ops.aten.bmm.default not in targets
-    # Five products: base and two of the adapter forward; t and dt serve both directions.
+    # In each direction the base's, t or dt, and the product with it; the gradients read the same t and dt.
     assert targets.count(torch.ops.stepgraph.grouped_mm.default) == 2 * 6
     assert targets.count(torch.ops.stepgraph.grouped_mm_weight.default) == 2 * 2
     views = (torch.ops.aten.transpose.int,)
