@@ -298,8 +298,8 @@ class RecordOptions:
     """Start from the Hugging Face checkpoint in this folder, or of this name on the Hub; without PRESET, its model."""
 
     lora: str | None = None
-    """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+experts); dropout=0.1, dora and rslora
-    may follow. None: all."""
+    """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+experts); dropout=0.1, dora and
+    rslora may follow. None: all."""
 
     quantize: Literal["nf4", "fp8"] | None = None
     """With --lora, frozen linear layers in 4 bits as bitsandbytes has them (QLoRA), or in fp8. None: as they are."""

@@ -186,7 +186,8 @@ class Run:
             self.say(epochs)
         self.say(start.model_line(config, self.params))
         if config.lora is not None:
-            trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            trained = parallel.local_parts(self.model)  # whose shapes are without padding
+            trained = sum(trained[n].shape.numel() for n, p in self.model.named_parameters() if p.requires_grad)
             quantized = f"; {len(self.model.quantized)} frozen layers in {config.quantize}" if config.quantize else ""
             self.say(f"lora {config.lora}: {trained:,} trained{quantized}")
         self.say(start.mesh_line(config))
