@@ -78,7 +78,14 @@ def test_default_is_close():
     kind = "experts"
     losses, weights = steps(adapted(kind), eager)
     options = StepOptions(inductor="off")
-    found, trained = steps(adapted(kind), lambda model, o: stepgraph.capture(model, loss_fn, IDS, o, passes=options))
+    captured = []
+
+    def capture(model, optimizer):
+        captured.append(stepgraph.capture(model, loss_fn, IDS, optimizer, passes=options))
+        return captured[0]
+
+    found, trained = steps(adapted(kind), capture)
+    assert next(r for r in captured[0].report if r.name == "lora_experts").changed == 2
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
     for name, weight in weights.items():
         torch.testing.assert_close(trained[name], weight, rtol=1e-3, atol=1e-4)

@@ -1,6 +1,7 @@
 """Adapters of experts' weights: the products of rows that take the place of sums with whole weights."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.kernels.moe import combine_rows, gather_rows, grouped_mm, sort_by_expert
+from stepgraph.models import Qwen3MoE, next_token_loss
 from stepgraph.options import StepOptions
 
 E, D, F, R = 8, 16, 24, 4
@@ -56,14 +58,6 @@ def gradients(model, x, options=None):
         step = stepgraph.capture(model, loss_fn, x, passes=options)
         loss = step(x)
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, step
-
-
-def _shapes(step, rank=3):
-    """Shapes of what a step computes in three dimensions."""
-    values = (n.meta.get("val") for n in step.graph.graph.nodes if n.op == "call_function")
-    return {
-        tuple(v.shape) for v in values if isinstance(v, torch.Tensor) and v.ndim == rank and v.dtype.is_floating_point
-    }
 
 
 @pytest.mark.parametrize("tokens", [40, 3])  # three tokens leave experts without rows
@@ -117,6 +111,28 @@ def test_a_gradient_that_is_read_stays():
     assert next(r for r in step.report if r.name == "lora_experts").changed == 2 and "up" in mine
     for name, gradient in right.items():
         torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_adapters_of_peft_in_our_experts():
+    peft, moe_models = pytest.importorskip("peft"), pytest.importorskip("tests.models.moe_models")
+    torch.manual_seed(0)
+    base = Qwen3MoE(replace(moe_models.QWEN, n_layers=1))
+    base.init_weights(0)
+    weights = ["experts.gate_up_proj.weight", "experts.down_proj.weight"]
+    lora = peft.LoraConfig(r=4, target_modules=[], target_parameters=weights, init_lora_weights=False)
+    model = peft.get_peft_model(base, lora)
+    tokens = torch.arange(24).view(2, 12)
+    batch = {"tokens": tokens, "targets": tokens + 1}
+    mine = copy.deepcopy(model)
+    next_token_loss(model, batch).backward()
+    step = stepgraph.capture(mine, next_token_loss, batch, passes=OPTIONS)
+    step(batch)
+    assert next(r for r in step.report if r.name == "lora_experts").changed == 2
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 4
+    for name, p in mine.named_parameters():
+        if name in trained:
+            torch.testing.assert_close(p.grad, trained[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
 class Read(Experts):
