@@ -23,6 +23,7 @@ import stepgraph.passes.comm.overlap_experts
 import stepgraph.passes.comm.unshard
 import stepgraph.passes.compile.cuda_graph
 import stepgraph.passes.compile.inductor
+import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.bitsandbytes
@@ -86,6 +87,7 @@ ORDER = (
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
+    "tag_regions",  # what regional Inductor compiles
     "rematerialize",  # what a compiler's kernels carry from forward to backward
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch

@@ -182,18 +182,10 @@ def test_a_helper_has_the_groups_that_the_pieces_of_a_rank_name():
 
 
 ALONE = """
-from stepgraph.graph.marks import KEEP_EAGER
-
-@stepgraph.passes.register("cut_at_gelu", "exact")
-def cut_at_gelu(step, options, report):
-    "Leave GELU to eager: a piece before it, and one after it."
-    for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default):
-        node.meta[KEEP_EAGER] = True
-
 torch.manual_seed(0)
-model = nn.Sequential(nn.LayerNorm(16, float(sys.argv[1])), nn.GELU())
+model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(16, float(sys.argv[1])), nn.GELU()) for _ in range(2)])
 loss, batch = (lambda model, x: model(x).square().mean()), torch.ones(8, 16)
-passes = ["cut_at_gelu", "inductor"]
+passes = ["tag_regions", get("inductor", mode="regional")]
 """
 OF_A_RANK = """
 from stepgraph.parallel import next_token_loss
@@ -224,7 +216,7 @@ for helped in (True, False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job, pieces", [(ALONE, 2), pytest.param(OF_A_RANK, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("job, pieces", [(ALONE, 3), pytest.param(OF_A_RANK, 2, marks=pytest.mark.long)])
 def test_a_helper_compiles_what_this_process_then_loads(job, pieces, tmp_path):
     """The second capture finds all on disk: neither bits nor keys depend on who compiled a piece. Alone an eps of this
     run alone, and the cache of all tests: in an empty one the headers of C++ are compiled first."""
