@@ -148,6 +148,9 @@ class MeshOptions:
     split: str | None = None
     """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
 
+    stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
+    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
+
     expert_capacity: float = 2.0
     """With ep: size of exchange buffers over the balanced load. A step that needs more is repeated with larger ones."""
 

@@ -123,7 +123,8 @@ def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> par
     """The stages of the model, cut by the cost of a microbatch."""
     shape = (config.batch_size, config.seq_len)
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in _batch_names(config)}
-    return parallel.plan_pipeline(model, next_token_loss, batch, mesh, config.pipeline_schedule, config.stage_starts)
+    cut = (config.pipeline_schedule, config.stage_starts, config.stage_sends)
+    return parallel.plan_pipeline(model, next_token_loss, batch, mesh, *cut)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizers:

@@ -306,6 +306,7 @@ def _check_mesh(config: TrainConfig) -> None:
     spec = config.mesh_spec
     idle = {  # option -> (its value that asks for nothing, whether there is what it is about, that and the fix)
         **dict.fromkeys(("pipeline", "split"), (None, spec and spec.pp > 1, _STAGES)),
+        "stage_sends": ("point-to-point", spec and spec.pp > 1, _STAGES),
         "expert_chunks": (1, spec and spec.ep > 1, _EXPERTS),
         "expert_exchange": ("collectives", spec and spec.ep > 1, _EXPERTS),
         "reshard": ("auto", spec, _RANKS),

@@ -47,6 +47,12 @@ class StepProgram:
         return next(iter(self.graphs.values()))
 
     @property
+    def recorded_whole(self) -> bool:
+        """Whether all calls of a step run as one CUDA graph: graphs that keep values for others are recorded in no
+        other way."""
+        return any(graph.recording is not None and graph.keeps_values for graph in self.graphs.values())
+
+    @property
     def microbatches(self) -> int:
         """Parts that the batch is split into."""
         return 1 + max(call.microbatch for call in self.schedule if call.microbatch is not None)

@@ -15,7 +15,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.lower.peak import fitted
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
-from stepgraph.passes import Passes, Target, dry_run, prepare, run_passes, split_at_pipeline_cut
+from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, run_passes, split_at_pipeline_cut
 
 
 def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = None) -> Traced:
@@ -95,6 +95,7 @@ def _staged(
         apply(graph, spec.passes, name)
     made = stages.program(pieces | once, update)
     made.log = [report for graph in stages.whole.values() for report in graph.log]
+    record_whole(made)
     return made
 
 

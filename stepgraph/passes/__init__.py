@@ -1,6 +1,7 @@
 """The order of passes, their contract, the options of a step, the runner, and one file per pass."""
 
 from stepgraph.options import StepOptions
+from stepgraph.passes.compile.cuda_graph import record_whole
 from stepgraph.passes.contract import PASSES, Pass, PassReport, get, register
 from stepgraph.passes.memory.policy import parse_policy
 from stepgraph.passes.order import chosen, configured, default, exact

@@ -12,16 +12,19 @@ from stepgraph import compat
 from stepgraph.capture.batch import microbatch
 from stepgraph.capture.state import unwrap
 from stepgraph.graph.calls import Call, Kind
-from stepgraph.graph.collectives import exchanging
+from stepgraph.graph.collectives import boxes_of, exchanging
 from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Accumulator, BatchLeaf, Before, Input, Loss, ModelTensor, Ratio, Value
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.kernels.comm.symmetric_sends import open_boxes
+from stepgraph.passes.compile.cuda_graph import record_apart
 from stepgraph.run.cuda_graph import GraphRunner, Shared
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.results import Results
-from stepgraph.run.spans import Clock, Passed, Spans, StreamClock, Waits
+from stepgraph.run.spans import Clock, Passed, RecordedClock, Spans, StreamClock, Waits
+from stepgraph.run.whole import WholeStep
 
 Tensor = torch.Tensor
 #: Each accumulator with its shape, stride, dtype and device.
@@ -35,6 +38,11 @@ def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequen
     """What runs one graph, called with the list of its inputs."""
     if step.recording is not None:
         return GraphRunner(step, shared or Shared(Session()))
+    return _plain_runner(step)
+
+
+def _plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """The same without recording it separately."""
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
     compat.generate_code(step.module)
@@ -100,21 +108,35 @@ class ProgramRunner:
             name: [(i, s.what) for i, s in enumerate(step.inputs) if isinstance(s.what, BatchLeaf | Value | Loss)]
             for name, step in program.graphs.items()
         }
+        boxes = {name: set(boxes_of(step.graph)) for name, step in program.graphs.items()}
+        self.boxes = frozenset().union(*boxes.values())
+        #: Graphs that end when another stage's message is there.
+        self.receiving = {name for name, call in program.calls().items() if call.kind.receives and boxes[name]}
         shares = program.graphs.get(Kind.SHARE_LOSS)
         #: Where the moments of a pipeline's calls are noted.
         self.device = shares and shares.placeholders(Loss)[0].meta["val"].device
-        shared = Shared(session)
-        self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
-        self.clock = StreamClock() if self.device is not None and self.device.type == "cuda" else Clock()
+        self._choose_runners()
         self.waits = Waits()
         self.spans: Spans | None = None
         self.values = Values(program, self.waits)
         self.now: Call | None = None
-        """The call that runs; after a failure it stays."""
+        """The call that runs; after a failure it stays. None while a CUDA graph of the whole step does."""
         tensors = (t for inputs in self.bound.values() for t in inputs)
         self.on_gpu = any(isinstance(t, Tensor) and t.is_cuda for t in tensors)
         self.passed: Passed | None = None
-        """On a GPU, how far its stream has come in the latest step."""
+        """On a GPU, how far its stream has come in the latest step that ran call by call."""
+
+    def _choose_runners(self) -> None:
+        """What runs each graph, or all calls together."""
+        program, gpu = self.program, self.device is not None and self.device.type == "cuda"
+        if program.recorded_whole:
+            self.whole = WholeStep(program, self._calls, self.session, self.every_group)
+            self.runners = {name: _plain_runner(step) for name, step in program.graphs.items()}
+            self.clock = RecordedClock(2 * len(program.schedule) + 1, self.device)
+        else:
+            self.whole, shared = None, Shared(self.session)
+            self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
+            self.clock = StreamClock() if gpu else Clock()
 
     def _own(self, program: StepProgram) -> dict[Input, Tensor]:
         """Memory for state from before the step, and for ratios."""
@@ -138,25 +160,33 @@ class ProgramRunner:
         """Run one step on the leaves of a batch."""
         with torch.no_grad(), compat.below_autograd(), self.session:
             try:
-                results = self._calls(leaves)
+                for box in self.boxes:
+                    open_boxes(self.session, *box)
+                results = self._calls(leaves) if self.whole is None or self.on_node else self.whole(leaves)
                 self.now = None
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(self.every_group)
                 self.values.clear()
                 raise
+        self.spans = self.spans and self.spans.by(self.clock.read())
+        if self.whole is not None and self.whole.waiting:
+            record_apart(self.program, self.whole.waiting)
+            self._choose_runners()
         # Clipping may scale an accumulator in place, which the next step clears: the caller's gradient is a copy.
         results.gradients = [g.clone() if compat.storage_key(g) in self.scratch else g for g in results.gradients]
         return results
 
     def release(self) -> None:
         """Drop the CUDA graphs of the step; later steps record again."""
-        for runner in self.runners.values():
-            if isinstance(runner, GraphRunner):
+        for runner in (self.whole, *self.runners.values()):
+            if isinstance(runner, WholeStep | GraphRunner):
                 runner.forget()
 
-    def _calls(self, leaves: Sequence[Any]) -> Results:
-        """The calls of one step."""
-        results, values = Results(), self.values
+    def _calls(
+        self, leaves: Sequence[Any], run: Callable[[str, list[Tensor]], Sequence[Tensor]] | None = None
+    ) -> Results:
+        """The calls of one step, each by ``run(graph, inputs)`` where that is given."""
+        results, values, run = Results(), self.values, run or self._run
         values.clear()
         self._begin()
         for i, call in enumerate(self.program.schedule):
@@ -164,7 +194,7 @@ class ProgramRunner:
             self.session.fence(self.groups[call.graph])
             flat = self._inputs(i, call, leaves, results.loss)
             with self._timed(call):
-                made = self._run(call.graph, flat)
+                made = run(call.graph, flat)
             if self.passed is not None:
                 self.passed.note(call, self.waits.latest)
             del flat  # and with it what the call was the last to read
@@ -181,7 +211,9 @@ class ProgramRunner:
     def _timed(self, call: Call) -> contextlib.AbstractContextManager[None]:
         if self.spans is None:
             return contextlib.nullcontext()
-        return self.waits.on() if call.kind is Kind.SHARE_LOSS else self.spans.on(call)
+        if call.kind is Kind.SHARE_LOSS or call.graph in self.receiving:
+            return self.waits.on(call if call.kind.receives else None)
+        return self.spans.on(call)
 
     def _run(self, graph: str, flat: list[Tensor]) -> Sequence[Tensor]:
         if self.on_node is None:

@@ -1,6 +1,7 @@
 """When the computations of a pipeline's latest step ran on this rank, and which message this rank waits for."""
 
 import contextlib
+import copy
 import functools
 import time
 from collections.abc import Iterator
@@ -25,6 +26,10 @@ class Clock:
         """From one moment to another; waits for the latter."""
         return end - begin
 
+    def read(self) -> "Clock":
+        """A clock of the same moments, which the next step does not touch."""
+        return self
+
 
 class StreamClock(Clock):
     """Moments when the current stream of a GPU has come so far."""
@@ -39,6 +44,43 @@ class StreamClock(Clock):
         return begin.elapsed_time(end) / 1e3
 
 
+class RecordedClock(Clock):
+    """The same for a step that a CUDA graph replays. The host launches the next replay before it asks for the times of
+    one, which events would not keep: so the GPU notes up to ``room`` times in memory, and they are copied to the host
+    after each replay."""
+
+    def __init__(self, room: int, device: torch.device):
+        self.moments = torch.zeros(room, dtype=torch.int64, device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        self.noted = 0
+
+    def now(self) -> int:
+        from stepgraph.kernels.clock_triton import note
+
+        note(self.moments, self.noted)
+        self.noted += 1
+        return self.noted - 1
+
+    def read(self) -> Clock:
+        return _Noted(self.moments)
+
+
+class _Noted(Clock):
+    """Times in ns that were noted on a GPU."""
+
+    def __init__(self, moments: torch.Tensor):
+        self.moments = torch.empty(moments.shape, dtype=moments.dtype, pin_memory=True)
+        self.moments.copy_(moments, non_blocking=True)
+        self.copied = torch.cuda.Event()
+        self.copied.record()
+
+    def seconds(self, begin: int, end: int) -> float:
+        self.copied.synchronize()
+        return (self.moments[end] - self.moments[begin]).item() / 1e9
+
+
 class Passed:
     """How far a GPU's stream has come in the calls of one step: an event after each. Another thread may ask."""
 
@@ -48,10 +90,12 @@ class Passed:
         """Calls that the stream is known to have passed."""
 
     def note(self, call: Call, received: Call | None) -> None:
-        """``call`` has been launched; ``received``: the call that received what it waits for."""
-        event = torch.cuda.Event()
-        event.record()
-        self._calls.append((call, received, event))
+        """``call`` has been launched; ``received``: the call that received what it waits for. Not while a CUDA graph is
+        recorded, whose replays pass no such event."""
+        if not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._calls.append((call, received, event))
 
     def pending(self) -> tuple[Call, Call | None] | None:
         """The first call that the stream has not passed, as it was noted; None where it has passed all."""
@@ -86,6 +130,12 @@ class Spans:
         self._clock = clock
         self._start = clock.now()
         self._calls: list[tuple[Call, Any, Any]] = []
+
+    def by(self, clock: Clock) -> "Spans":
+        """The same by what ``clock`` read."""
+        found = copy.copy(self)
+        found._clock = clock
+        return found
 
     @contextlib.contextmanager
     def on(self, call: Call) -> Iterator[None]:

@@ -116,6 +116,8 @@ def test_a_damaged_configuration_is_refused(change, message):
         ({"disable_pass": ("cuda-graph",)}, "unknown pass 'cuda-graph': did you mean 'cuda_graph'"),
         ({"reshard": "always"}, "reshard=always is about ranks and there is no mesh: add --mesh"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype=bf16 is about ranks"),
+        ({"stage_sends": "nccl"}, "unknown stage_sends 'nccl'"),
+        ({"stage_sends": "symmetric", "mesh": "fsdp=2"}, "stage_sends=symmetric is about stages and there are none"),
         ({"norm": "inductor", "inductor": "off"}, "norm=inductor with inductor=off"),
         ({"async_tp": True}, "async_tp overlaps tensor parallelism and there is none: add tp=2"),
         (

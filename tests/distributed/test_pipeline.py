@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import parallel
+from stepgraph.graph.collectives import PUT, RECV, SEND, TAKE
 from stepgraph.models import Llama3Config, MoEConfig, family_of
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.models.llama3.llama3 import TP_PLAN
@@ -60,12 +62,12 @@ def alone_model(config):
     return family_of(config).model(config)
 
 
-def pipelined(mesh, schedule, config=DEEP, split=None, **options):
+def pipelined(mesh, schedule, config=DEEP, split=None, sends="point-to-point", **options):
     """The model in a pipeline, and its pipeline. ``options``: of `parallelize`."""
     with torch.device("meta"):
         model = family_of(config).model(config)
     part = {key: torch.zeros(1, 16, dtype=torch.int64) for key in ("tokens", "targets")}
-    pipeline = parallel.plan_pipeline(model, one_rank_loss, part, mesh, schedule, split)
+    pipeline = parallel.plan_pipeline(model, one_rank_loss, part, mesh, schedule, split, sends)
     parallel.parallelize(model, mesh, TP_PLAN, device="cpu", pipeline=pipeline, **options)
     whole = dict(alone_model(config).named_parameters())
     model.init_buffers()
@@ -76,9 +78,9 @@ def pipelined(mesh, schedule, config=DEEP, split=None, **options):
     return model, pipeline
 
 
-def check_gradients(mesh, schedule, n, config=DEEP, exact=True, **options):
+def check_gradients(mesh, schedule, n, config=DEEP, exact=True, sends="point-to-point", **options):
     """Without an optimizer: loss and gradients as ``backward()`` leaves them."""
-    alone, (model, pipeline) = whole_model(config), pipelined(mesh, schedule, config)
+    alone, (model, pipeline) = whole_model(config), pipelined(mesh, schedule, config, sends=sends)
     batch = global_batch(0, 1, n)
     expected = eager_gradients(alone, one_rank_loss, batch, n)
     step = stepgraph.capture(model, next_token_loss(mesh), batch, accumulate=n, passes=configured("exact", **options))
@@ -93,10 +95,10 @@ def check_gradients(mesh, schedule, n, config=DEEP, exact=True, **options):
     return pipeline, step
 
 
-def check_training(mesh, schedule, n, config=DEEP, split=None, **options):
+def check_training(mesh, schedule, n, config=DEEP, split=None, sends="point-to-point", **options):
     """Loss, the norm of all stages' gradients, and parameters after every update; with experts their load and biases,
     those of every stage on every rank."""
-    alone, (model, _) = alone_model(config), pipelined(mesh, schedule, config, split)
+    alone, (model, _) = alone_model(config), pipelined(mesh, schedule, config, split, sends)
     optimizer, held = adamw(alone.parameters()), parallel.held_parameters(model)
     ours = adamw(model.parameters())  # other ranks' among them
     step = stepgraph.capture(
@@ -152,7 +154,7 @@ def _check_short():
     mesh = make_mesh("pp=2")
     check_training(mesh, "dualpipev", 4)
     check_awaited(mesh, check_training(mesh, "1f1b", 2, BALANCED, split=(0, 2)), 2)
-    check_others(mesh)
+    check_symmetric(mesh)
     # Tied: the head's part of the gradient is summed over all microbatches before the embedding's is added to it, in
     # eager microbatch by microbatch: sums in another order.
     tied = dataclasses.replace(TINY, n_layers=2, tie_embeddings=True)
@@ -160,18 +162,30 @@ def _check_short():
     assert pipeline.holders["embed.weight"] == (0, 1)
 
 
-def check_others(mesh):
-    """An interleaved schedule, forward alone in a V, and groups that cannot carry messages."""
-    check_gradients(mesh, "interleaved", 2)
-    model, _ = pipelined(mesh, "zbv")
+def check_symmetric(mesh):
+    """Messages into a stage's memory, which on a CPU go point to point: the same bits, and no groups of their own."""
+    pipeline, step = check_gradients(mesh, "interleaved", 2, sends="symmetric")
+    assert not pipeline.channels and set(pipeline.named_groups()) == {"pp"}
+    targets = {node.target for graph in step.graphs.values() for node in graph.graph.nodes}
+    assert {PUT, TAKE} < targets and not {SEND, RECV} & targets
+    step = check_training(mesh, "1f1b", 2, SHORT, sends="symmetric")
+    check_awaited(mesh, step, 2, ("receive_backward", "receive_forward"))
+    model, _ = pipelined(mesh, "zbv", sends="symmetric")
     batch = global_batch(7, 1, 1)
     expected = one_rank_loss(whole_model(DEEP), batch).detach()
     assert torch.equal(PipelinedLoss(model, next_token_loss(mesh), batch)(batch), expected)
+    with pytest.raises(ValueError, match=r"^unknown stage_sends 'symetric': did you mean 'symmetric'\?$"):
+        pipelined(mesh, "1f1b", sends="symetric")
     with (
         mock.patch.object(torch.distributed.ProcessGroup, "bound_device_id", torch.device("cpu")),
         pytest.raises(ValueError, match=r"^the process groups were opened with device_id=cpu.*leave device_id out"),
     ):
         pipelined(mesh, "1f1b")
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"),
+        pytest.raises(ValueError, match=r"^stage_sends=symmetric over pp=2: its ranks do not share a machine; make"),
+    ):
+        pipelined(mesh, "1f1b", sends="symmetric")
 
 
 def test_pipeline():
@@ -182,7 +196,7 @@ def _check_schedule(schedule, ranks, n):
     mesh = make_mesh(f"pp={ranks}")
     config = dataclasses.replace(DEEP, n_layers=max(4, ranks * SCHEDULES[schedule].chunks))
     check_training(mesh, schedule, n, config)
-    check_gradients(mesh, schedule, n, config)
+    check_gradients(mesh, schedule, n, config, sends="symmetric")
 
 
 @pytest.mark.long

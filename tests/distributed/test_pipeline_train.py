@@ -58,19 +58,20 @@ def test_a_pipeline_trains_as_one_process(corpus, tmp_path):  # noqa: F811
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("schedule", ("1f1b", "dualpipev"))
-def test_resumed_bitwise_and_loaded_on_other_meshes(schedule, corpus, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(("schedule", "sends"), (("1f1b", "symmetric"), ("dualpipev", "point-to-point")))
+def test_resumed_bitwise_and_loaded_on_other_meshes(schedule, sends, corpus, tmp_path):  # noqa: F811
     words = [*RUN, "--data", corpus]
     run_alone(*words, "--out", tmp_path / "alone")
-    train_on(2, *words, "--mesh", "pp=2", "--pipeline", schedule, "--out", tmp_path / "run")
+    train_on(2, *words, "--mesh", "pp=2", "--pipeline", schedule, "--stage-sends", sends, "--out", tmp_path / "run")
     for again in ("again", "tensors", "one"):
         shutil.copytree(tmp_path / "run", tmp_path / again)
         shutil.rmtree(tmp_path / again / "checkpoints/step-00000006")
     train_on(2, "--resume", tmp_path / "again")
     check_same_run(tmp_path / "again", tmp_path / "alone")
     # Another mesh goes on from the same numbers, with the rows that the run alone has next.
-    train_on(2, "--resume", tmp_path / "tensors", "--mesh", "tp=2", "--pipeline", "None")
-    train_on(1, "--resume", tmp_path / "one", "--mesh", "fsdp=1", "--pipeline", "None")
+    without = ["--pipeline", "None", "--stage-sends", "point-to-point"]
+    train_on(2, "--resume", tmp_path / "tensors", "--mesh", "tp=2", *without)
+    train_on(1, "--resume", tmp_path / "one", "--mesh", "fsdp=1", *without)
     alone, *others = (dict(records(tmp_path / name, "loss")) for name in ("alone", "tensors", "one"))
     for losses in others:
         assert losses.keys() == set(range(1, 7))

@@ -110,7 +110,7 @@ def check_experts(mesh, folder):
 
 
 def check_pipeline(mesh, folder, config, plain):
-    model, _ = pipelined(mesh, "1f1b", config)
+    model, _ = pipelined(mesh, "1f1b", config, sends="symmetric" if plain else "point-to-point")
     made, loaded = compared(lambda: copy.deepcopy(model), mesh, folder, plain, accumulate=2)
     assert made.kept and loaded.loaded, loaded
 

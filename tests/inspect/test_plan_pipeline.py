@@ -58,6 +58,17 @@ def test_microbatches_in_flight_cost_memory(planned):
     assert min(stage.kept for stage in found.stages) > 0
 
 
+def test_messages_over_symmetric_memory_have_places(planned):
+    found = forecast_pipeline(dataclasses.replace(planned.config, stage_sends="symmetric"), GPUS["h200"])
+    for name, places in {"1f1b": 2, "interleaved": 5}.items():  # on the rank that needs most
+        plain, symmetric = planned.schedules[name], found.schedules[name]
+        assert symmetric.step_s == plain.step_s
+        more = {a - b for a, b in zip(symmetric.ranks, plain.ranks, strict=True)}
+        assert more == {places * plain.stages[0].message}, name
+    with pytest.raises(ValueError, match=r"^stage_sends=symmetric works within a machine, .* mesh=fsdp=8,pp=2 needs"):
+        forecast_pipeline(dataclasses.replace(found.config, mesh="pp=2,fsdp=8"), GPUS["h200"])
+
+
 def test_what_is_kept_between_the_halves_of_backward_costs_memory(planned):
     """Each linear layer keeps its input and the gradient of its output until the second half: at least these."""
     first, last = planned.schedules["zero-bubble"].stages

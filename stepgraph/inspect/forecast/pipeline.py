@@ -21,7 +21,7 @@ from stepgraph.costs import links
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.calls import Kind
+from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, pieces_of
@@ -37,6 +37,7 @@ from stepgraph.inspect.forecast.forecast import (
     with_room,
 )
 from stepgraph.lower import copied, rewrite, rewrite_graph, trace
+from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
 from stepgraph.parallel.pipeline.messages import calls_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
@@ -301,9 +302,19 @@ def _run(
         sends[True, i] = sends[False, i + 1] = stage.message / link
     timed = simulate_schedule(orders, where, seconds, sends)
     without = simulate_schedule(orders, where, seconds, dict.fromkeys(sends, 0.0))
-    calls_of(orders, where)  # refuses a schedule whose ranks would wait for each other
-    peaks = [_peak([i for i, r in enumerate(where) if r == rank], stages, timed) for rank in range(ranks)]
+    symmetric = config.stage_sends == "symmetric"
+    calls = calls_of(orders, where, symmetric)
+    boxes = _box_bytes(calls, where, stages) if symmetric else 0
+    peaks = [_peak([i for i, r in enumerate(where) if r == rank], stages, timed) + boxes for rank in range(ranks)]
     return ScheduleForecast(name, stages, timed, peaks, timed.seconds - without.seconds, update_s)
+
+
+def _box_bytes(calls: list[list[Call]], where: list[int], stages: list[StageCost]) -> int:
+    """Bytes on each rank for messages over symmetric memory, of the rank that needs most."""
+    room = Counter()
+    for channel, places in places_of(calls, where).items():
+        room[channel.receiver] += places
+    return max(room.values()) * max(stage.message for stage in stages)
 
 
 def _peak(own: list[int], stages: list[StageCost], timed: PipelineTime) -> int:

@@ -194,11 +194,13 @@ class Session:
         self.outgrown: list[tuple[_Key, Workspace]] = []
         """Workspaces replaced by larger ones: CUDA graphs that recorded them still use them."""
         self.broken: list[Any] = []
-        """Those of steps that were broken off, in which others may still write."""
+        """Those of steps that were broken off, in which others may still write, and what is on its way to others'."""
         self.under_way: dict[tuple[str, str], list[Any]] = defaultdict(list)
         """Collectives under way, by kind and group, the oldest first: see `copy_collectives`."""
         self.sends: list[tuple[dist.Work, Tensor]] = []
         """What is being sent to other stages, kept until it has left: see `point_to_point`."""
+        self.mail: dict[str, Any] = {}
+        """What is written into other stages' memory, by group: see `symmetric_sends`."""
         self.host_memory: dict[torch.device, Any] = {}
         """What results are copied to while they are not needed, by device: see `kernels.offload`."""
         self._ages: Counter[str] = Counter()
@@ -243,6 +245,7 @@ class Session:
         for kind, name in list(self.under_way):
             if name in groups:
                 del self.under_way[kind, name]
+        self.broken += [self.mail.pop(name) for name in list(self.mail) if name in groups]
         self.broken += [w for (name, _), w in (*self.workspaces.items(), *self.outgrown) if name in groups]
         self.workspaces = {key: w for key, w in self.workspaces.items() if key[0] not in groups}
         self.outgrown = [(key, w) for key, w in self.outgrown if key[0] not in groups]

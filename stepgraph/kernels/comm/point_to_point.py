@@ -49,6 +49,8 @@ def sent(session: Session) -> None:
     for work, _ in session.sends:
         work.wait()
     session.sends = []
+    for mail in session.mail.values():
+        mail.join()
 
 
 torch.library.impl("stepgraph::send", ("cpu", "cuda"), _send)

@@ -12,7 +12,9 @@ from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.roofline import node_seconds
+from stepgraph.errors import unknown_name
 from stepgraph.graph.calls import Call
+from stepgraph.graph.collectives import spans_machines
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.stages import Cut
 from stepgraph.graph.step_graph import StepGraph
@@ -21,17 +23,33 @@ from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
 from stepgraph.parallel.ranks import Ranks
 
+#: How messages travel between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
+#: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.symmetric_sends`).
+SENDS = ("point-to-point", "symmetric")
+
 
 class Pipeline:
     """The stages of a model on the ``pp`` axis of ``mesh``, run by the schedule ``name``.
 
     ``starts``: of each stage, the number of its first block. ``readers``: for each parameter, by name, the stages that
-    read it. ``ranks_of``: the rank of each stage; ``own``: the stages of this rank. Every rank of the mesh makes it at
-    the same time: its process groups are made with it.
+    read it. ``ranks_of``: the rank of each stage; ``own``: the stages of this rank. ``sends``: one of ``SENDS``. Every
+    rank of the mesh makes it at the same time: its process groups are made with it.
+
+    Raises ``ValueError`` for ``symmetric`` sends between machines.
     """
 
-    def __init__(self, mesh: Mesh, name: str, starts: Sequence[int], readers: dict[str, tuple[int, ...]]):
+    def __init__(
+        self,
+        mesh: Mesh,
+        name: str,
+        starts: Sequence[int],
+        readers: dict[str, tuple[int, ...]],
+        sends: str = "point-to-point",
+    ):
+        if sends not in SENDS:
+            raise unknown_name("stage_sends", sends, SENDS)
         self.mesh, self.name, self.schedule = mesh, name, schedule_named(name)
+        self.symmetric = sends == "symmetric"
         self.ranks, self.rank = mesh.spec.pp, mesh.place("pp")
         self.starts, self.readers = tuple(starts), readers
         self.ranks_of = [rank_of(self.schedule, self.ranks, stage) for stage in range(len(starts))]
@@ -40,15 +58,20 @@ class Pipeline:
             name: tuple(sorted({self.ranks_of[stage] for stage in stages})) for name, stages in readers.items()
         }
         self.group = mesh.axis("pp").get_group()
+        if self.symmetric and (apart := spans_machines(self.group.group_name)):
+            raise ValueError(
+                f"stage_sends=symmetric over pp={self.ranks}: {apart}; make pp smaller, or take {SENDS[0]}"
+            )
         # Messages that go one way have a group, in which NCCL makes a communicator for each two ranks when they first
         # use it: in one group for both ways a send would wait for a receive that is posted before it, see `messages`.
-        if (device := dist.group.WORLD.bound_device_id) is not None:
+        if not self.symmetric and (device := dist.group.WORLD.bound_device_id) is not None:
             raise ValueError(
                 f"the process groups were opened with device_id={device}, and each would send the messages of all "
-                "stages one by one: leave device_id out of init_process_group"
+                "stages one by one: leave device_id out of init_process_group, or take stage_sends=symmetric"
             )
         with compat.single_gloo_thread():
-            self.channels = {up: self._group(channel_name(up)) for up in (True, False)}
+            ways = () if self.symmetric else (True, False)
+            self.channels = {up: self._group(channel_name(up)) for up in ways}
             self.tied = {holders: self._tied(holders) for holders in sorted(set(self.holders.values())) if holders[1:]}
 
     def _group(self, what: str) -> dist.ProcessGroup:
@@ -116,6 +139,7 @@ def plan_pipeline(
     mesh: Mesh,
     schedule: str = "1f1b",
     split: Sequence[int] | None = None,
+    stage_sends: str = "point-to-point",
 ) -> Pipeline:
     """Cut ``model`` into the stages of ``schedule`` on the ``pp`` axis of ``mesh``; give the result to `parallelize`.
 
@@ -127,6 +151,8 @@ def plan_pipeline(
         loss_fn, batch: as on one rank that holds the whole model: ``loss_fn(model, batch)`` for a microbatch.
         split: the first block of each stage, from 0 on, such as ``(0, 9, 17, 25)``; None: the most even cut by the cost
             model, with embedding, head and loss counted.
+        stage_sends: how messages travel between stages: ``point-to-point`` through torch's process groups, or within a
+            machine over ``symmetric`` memory (see `stepgraph.kernels.comm.symmetric_sends`).
 
     Raises ``ValueError`` where the model has fewer blocks than stages, the split does not fit, or symmetric sends would
     go to another machine.
@@ -145,7 +171,7 @@ def plan_pipeline(
         return starts, readers
 
     simulated = dist.get_backend() == "fake"  # the other ranks do not exist
-    return Pipeline(mesh, schedule, *Ranks(alone=simulated).first(plan))
+    return Pipeline(mesh, schedule, *Ranks(alone=simulated).first(plan), stage_sends)
 
 
 def check_blocks(blocks: int, ranks: int, schedule: str) -> None:

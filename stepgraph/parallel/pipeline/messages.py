@@ -16,6 +16,7 @@ The order above does by construction: a computation waits only for messages of c
 paper. The check does not rely on that.
 """
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -57,9 +58,10 @@ def message_of(call: Call, ranks_of: Sequence[int]) -> Message | None:
     return Message(Channel(forward, *ranks), sends, there if sends else here)
 
 
-def calls_of(orders: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> list[list[Call]]:
+def calls_of(orders: Sequence[Sequence[Call]], ranks_of: Sequence[int], symmetric: bool = False) -> list[list[Call]]:
     """For each rank of the pipeline its calls, sends and receives among them. ``orders``: see `work_of`. ``ranks_of``:
-    of each stage.
+    of each stage. ``symmetric``: messages over symmetric memory, which need no receive to travel: each is received
+    right before the computation that reads it.
 
     Stage 2 sends forward to stage 3, and receives forward from stage 1.
 
@@ -67,28 +69,33 @@ def calls_of(orders: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> list[
     """
     stages = len(ranks_of)
     spans = {span.work: span for span in on_paper(orders, ranks_of).spans}
-    arriving: dict[Channel, list[tuple[float, Call]]] = defaultdict(list)
+    arriving: dict[Channel, list[tuple[float, float, Call]]] = defaultdict(list)
     for work, span in spans.items():
         target = target_of(work, stages)
         if target is not None and ranks_of[target] != span.rank:
             channel = Channel(work.kind.forward, span.rank, ranks_of[target])
             receive = Call(work.kind.receive, target, work.microbatch)
-            arriving[channel].append((span.end, receive))
-    receives: list[list[tuple[float, Call]]] = [[] for _ in orders]
+            due = spans[work._replace(stage=target)].start if symmetric else span.end
+            arriving[channel].append((due, span.end, receive))
+    receives: list[list[tuple[float, float, Call]]] = [[] for _ in orders]
     for channel, messages in arriving.items():
-        receives[channel.receiver] += messages
+        due = math.inf
+        for when, sent, receive in reversed(messages):  # none after a later one of its channel
+            due = min(due, when)
+            receives[channel.receiver].append((due, sent, receive))
     calls = []
     for order, waiting in zip(orders, receives, strict=True):
-        queue, found = deque(sorted(waiting, key=lambda message: message[0])), []
+        queue, found = deque(sorted(waiting, key=lambda message: message[:2])), []
         for work in order:
             while queue and queue[0][0] <= spans[work].start:
-                found.append(queue.popleft()[1])
+                found.append(queue.popleft()[2])
             found.append(work)
             target = target_of(work, stages)
             if target is not None and ranks_of[target] != ranks_of[work.stage]:
                 found.append(work._replace(kind=work.kind.send))
         calls.append(found)
-    check_messages(calls, ranks_of)
+    if not symmetric:
+        check_messages(calls, ranks_of)
     return calls
 
 

@@ -1,19 +1,24 @@
 """The step program of one rank of a pipeline: its stages' graphs, sends and receives, and the calls of its schedule."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import CaptureError
 from stepgraph.graph.calls import Call, Kind, graph_name
+from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import InputSpec, StepGraph
 from stepgraph.graph.values import Loss, Output, Parameter, TotalLoss, Value
-from stepgraph.kernels.comm import point_to_point  # noqa: F401  (registers its operators)
+from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
+from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
-from stepgraph.parallel.pipeline.messages import calls_of
+from stepgraph.parallel.pipeline.messages import Channel, calls_of
 from stepgraph.parallel.pipeline.schedules import with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 
@@ -66,11 +71,11 @@ class StageGraphs:
             for kind in (Kind.GATHER, Kind.REDUCE)
         )
         orders = with_once(work_of(pipeline.name, pipeline.ranks, self.microbatches), gathered, reduced)
-        calls = calls_of(orders, pipeline.ranks_of)[pipeline.rank]
+        calls, boxes = self._calls(orders)
         graphs = dict(pieces)
         for call in calls:
             if call.graph not in graphs:
-                graphs[call.graph] = self._message(call)
+                graphs[call.graph] = self._message(call, boxes)
         graphs |= {graph_name(Kind.SHARE_LOSS): self._share_loss(), graph_name(Kind.UPDATE): update}
         next(iter(graphs.values())).capture_s = self.capture_s
         return StepProgram(graphs, [*calls, Call(Kind.SHARE_LOSS), Call(Kind.UPDATE)])
@@ -83,19 +88,37 @@ class StageGraphs:
         orders = [
             [Call(Kind.FORWARD, stage, 0) for stage, holder in enumerate(where) if holder == rank] for rank in ranks
         ]
-        calls = calls_of(orders, where)[pipeline.rank]
-        graphs |= {call.graph: self._message(call) for call in calls if call.graph not in graphs}
+        calls, boxes = self._calls(orders)
+        graphs |= {call.graph: self._message(call, boxes) for call in calls if call.graph not in graphs}
         return StepProgram(graphs | {graph_name(Kind.SHARE_LOSS): self._share_loss()}, [*calls, Call(Kind.SHARE_LOSS)])
 
-    def _message(self, call: Call) -> StepGraph:
-        """The graph of ``call``, which sends or receives a stage's message."""
+    def _calls(self, orders: Sequence[Sequence[Call]]) -> tuple[list[Call], dict[Channel, list[int]] | None]:
+        """(this rank's calls, the boxes of all messages where they go over symmetric memory); see `calls_of`."""
+        pipeline = self.pipeline
+        every = calls_of(orders, pipeline.ranks_of, pipeline.symmetric)
+        return every[pipeline.rank], self._boxes(every) if pipeline.symmetric else None
+
+    def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
+        """The box of each channel's messages, as `symmetric_sends` has it. ``calls``: those of every rank."""
+        stages = range(len(self.pipeline.ranks_of))
+        messages = [self.cut.message(stage, forward) for stage in stages for forward in (True, False)]
+        most = max(map(len, messages))
+        nbytes = max(-(-tensor_bytes(value) // 16) * 16 for message in messages for value in message)
+        boxes, room = {}, [0] * self.pipeline.ranks
+        for channel, places in sorted(places_of(calls, self.pipeline.ranks_of).items()):
+            boxes[channel] = [room[channel.receiver], places * most]
+            room[channel.receiver] += places * most
+        return {channel: [*box, max(room), nbytes] for channel, box in boxes.items()}
+
+    def _message(self, call: Call, boxes: dict[Channel, list[int]] | None) -> StepGraph:
+        """The graph of ``call``, which sends or receives a stage's message. ``boxes``: those of messages over symmetric
+        memory."""
         forward, sends, here = call.kind.forward, call.kind.sends, call.stage
         there = here + (1 if forward == sends else -1)
         values = self.cut.message(there if sends else here, forward)
         phase = "forward" if forward else "backward"
-        peer = self.pipeline.ranks_of[there]
-        up = (peer > self.pipeline.rank) == sends
-        channel = compat.name_group(self.pipeline.channels[up], channel_name(up))
+        where, channel = self._route(forward, sends, self.pipeline.ranks_of[there], boxes)
+        send, recv = (ours.send, ours.recv) if boxes is None else (ours.put, ours.take)
         graph, results = fx.Graph(), []
         inputs, outputs = [], []
         for value in values:
@@ -104,16 +127,29 @@ class StageGraphs:
                 source = graph.placeholder(value.name)
                 source.meta["val"] = like
                 inputs.append(InputSpec(Value(value.name)))
-                node = graph.call_function(ours.send.default, (source, peer, channel))
+                node = graph.call_function(send.default, (source, *where))
                 node.meta["val"] = like.new_empty(0)
             else:
                 form = (list(like.shape), list(like.stride()), like.dtype, like.device)
-                node = graph.call_function(ours.recv.default, (*form, peer, channel))
+                node = graph.call_function(recv.default, (*form, *where))
                 node.meta["val"] = like
-                outputs.append(Value(value.name, arriving=True))
+                outputs.append(Value(value.name, arriving=boxes is None))
                 results.append(node)
             set_provenance(node, Provenance("", phase, "", role=Role("send" if sends else "recv", (), "pp")))
         return _step(graph, results, inputs, outputs, {channel: "pp"})
+
+    def _route(
+        self, forward: bool, sends: bool, peer: int, boxes: dict[Channel, list[int]] | None
+    ) -> tuple[tuple[Any, ...], str]:
+        """(the last arguments of what sends to ``peer`` or receives from it, the name of its process group)."""
+        pipeline = self.pipeline
+        if boxes is not None:
+            name = compat.name_group(pipeline.group, "pp")
+            ends = (pipeline.rank, peer) if sends else (peer, pipeline.rank)
+            return (peer, boxes[Channel(forward, *ends)], name), name
+        up = (peer > pipeline.rank) == sends
+        name = compat.name_group(pipeline.channels[up], channel_name(up))
+        return (peer, name), name
 
     def _share_loss(self) -> StepGraph:
         """The last stage's loss, to all stages: a sum with the others' zeros."""

@@ -6,18 +6,26 @@ graph's static memory; the batch is copied into static buffers. A node that need
 starts another around it; the report names it. Collectives are recorded too: each waits for what it reads and is waited
 for by streams' events, and the first step, which is not recorded, opens their communicators and workspaces.
 
-A graph of a pipeline that keeps values for another is not recorded: where they lie changes from call to call.
+All calls of a rank of a pipeline become one CUDA graph where none needs the host (`record_whole`). A graph that
+keeps values for another is recorded in no other way: where they lie changes from call to call.
 
-The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` records and replays them.
+The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` and `stepgraph.run.whole` record and replay
+them.
 """
 
 from collections.abc import Set
 
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.collectives import RECV, SEND
 from stepgraph.graph.partition import describe, needs_host, split
+from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import BatchLeaf
 from stepgraph.passes.contract import PassReport, register
+
+_KEEPS = "what a stage keeps for its backward lies elsewhere for each microbatch"
 
 
 @register(
@@ -31,8 +39,8 @@ from stepgraph.passes.contract import PassReport, register
 )
 def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
     """Record the step as CUDA graphs: the first call runs it plainly, the second records, later ones replay."""
-    if step.keeps_values:
-        report.skipped = "what a stage keeps for its backward lies elsewhere for each microbatch"
+    if step.keeps_values:  # unless `record_whole` finds that they all become one graph
+        report.skipped = _KEEPS
         return
     report.matched = sum(1 for _ in step.nodes())
     step.recording = report
@@ -57,3 +65,50 @@ def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphM
     report.changed = report.matched - len(reasons)
     report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
     return module
+
+
+def record_whole(program: StepProgram, gpu: str = "cuda") -> None:
+    """After passes: let all calls of a pipeline's step be one CUDA graph, if the pass ran for every graph and nothing
+    in them needs the host; the reports say so, or why not. ``gpu``: the type of device that counts as the GPU."""
+    reports = {name: report for name, step in program.graphs.items() if (report := _report_of(step)) is not None}
+    keeping = [name for name, report in reports.items() if report.skipped == _KEEPS]
+    if not keeping or any(report.skipped not in (None, _KEEPS) for report in reports.values()):
+        return
+    if reason := _needs_host(program, gpu):
+        record_apart(program, reason)
+        return
+    for name, report in reports.items():
+        step = program.graphs[name]
+        report.matched = report.changed = sum(1 for _ in step.nodes())
+        report.skipped, report.notes, report.summary = None, [], "in the one CUDA graph of this rank's whole step"
+        step.recording, step.on_host = report, {}
+
+
+def record_apart(program: StepProgram, reason: str) -> None:
+    """One CUDA graph for each graph of ``program`` that keeps no values for others; the others' reports give the
+    ``reason`` why the step is not one."""
+    for step in program.graphs.values():
+        report = _report_of(step)
+        if report is not None and step.keeps_values:
+            step.recording = None
+            report.summary, report.matched, report.changed = "", 0, 0
+            report.skipped = f"{_KEEPS}, and the step is not one CUDA graph: {reason}"
+
+
+def _report_of(step: StepGraph) -> PassReport | None:
+    return next((report for report in reversed(step.log) if report.name == "cuda_graph"), None)
+
+
+def _needs_host(program: StepProgram, gpu: str) -> str | None:
+    """Why the step cannot be one CUDA graph, or None."""
+    for name, step in program.graphs.items():
+        for node in step.executable.graph.nodes:
+            if node.target in (SEND, RECV):
+                return "process groups send between stages, at the host's calls: take stage_sends=symmetric"
+            if reason := needs_host(node, gpu):
+                return f"{describe(node)} of {name}: {reason}"
+        writes = Aliases(step.graph).writes
+        for node, what in step.bound():
+            if isinstance(what, BatchLeaf) and (what.part is not None or writes.get(node)):
+                return f"{name} reads a batch of wrapped tensors, or writes into it"
+    return None

@@ -166,6 +166,7 @@ def pipeline_facts(pipeline: Pipeline | None) -> dict[str, Any]:
     if pipeline is None:
         return {}
     found = {"schedule": pipeline.name, "starts": list(pipeline.starts), "ranks": pipeline.ranks_of}
+    found |= {"symmetric": pipeline.symmetric}
     return found | {"rank": pipeline.rank, "holders": digest(sorted(pipeline.holders.items()))}
 
 

@@ -13,7 +13,7 @@ def ranks_of(name, ranks):
 def begun_early(orders, where):
     """Each receive is posted one computation before the one that reads it, as stepgraph did at first."""
     early = []
-    for own in (begun_late(own, where) for own in calls_of(orders, where)):
+    for own in calls_of(orders, where, symmetric=True):  # where a receive stands right before its computation
         groups, received = [], []
         for call in own:
             message = message_of(call, where)
@@ -29,25 +29,6 @@ def begun_early(orders, where):
         moved = [reads[0] + reads[1], *reads[2:], []]
         early.append([call for read, rest in zip(moved, rests, strict=True) for call in (*read, *rest)])
     return early
-
-
-def begun_late(own, where):
-    """The calls of one rank, each receive right before the computation that reads it, in the order of its channel."""
-    waiting, late = [], []
-    for call in own:
-        if call.kind.receives:
-            waiting.append(call)
-            continue
-        for at, receive in enumerate(waiting):
-            reads = call.computes and receive == call._replace(kind=receive.kind)
-            if reads and receive.kind.forward == call.kind.forward:
-                channel = message_of(receive, where).channel
-                due = [r for r in waiting[: at + 1] if message_of(r, where).channel == channel]
-                waiting, late = [r for r in waiting if r not in due], late + due
-                break
-        late.append(call)
-    assert not waiting
-    return late
 
 
 def one_way_for_both(channel):

@@ -12,7 +12,7 @@ from stepgraph.parallel.pipeline import messages
 from stepgraph.parallel.pipeline.messages import calls_of, check_messages, message_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span
-from tests.parallel.pipeline.orders import begun_early, begun_late, one_way_for_both, ranks_of
+from tests.parallel.pipeline.orders import begun_early, one_way_for_both, ranks_of
 
 NEVER = "^the pipeline's messages never complete: rank "
 
@@ -46,10 +46,9 @@ def test_every_schedule_completes(name, ranks):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_communicator_for_both_directions_never_ends(name):
     where = ranks_of(name, 4)
-    calls = calls_of(work_of(name, 4, 8), where)
-    for orders in (calls, [begun_late(own, where) for own in calls]):
+    for symmetric in (False, True):
         with pytest.raises(ValueError, match=r"never complete|cross"):
-            check_messages(orders, where, one_way_for_both)
+            check_messages(calls_of(work_of(name, 4, 8), where, symmetric), where, one_way_for_both)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
