@@ -16,10 +16,11 @@ train: .venv/.train
 	$(BIN)/python -m stepgraph train llama3-debug $(ARGS)
 
 # One thread per test process: the processes share the cores.
-test: .venv/.test lint docs
+test: .venv/.test
+	$(MAKE) --no-print-directory -j2 lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m "not long" $(ARGS)
 
-# Larger cases of what `test` covers: more ranks, more models, more of Inductor.
+# Larger cases of what `test` covers: more ranks, more models, more of Inductor, all combinations of parameters.
 test-long: .venv/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(nproc) --dist worksteal -m long $(ARGS)
 

@@ -2,7 +2,10 @@
 leaves torch's global settings as it found them."""
 
 import os
+import random
 import tempfile
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,23 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the process that starts them
     _CACHES = tempfile.TemporaryDirectory(prefix="stepgraph-tests-")
     os.environ["XDG_CACHE_HOME"] = _CACHES.name
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test with several parameters, CI runs as many combinations as it takes to meet each value of each parameter,
+    always the same; the others are ``long``."""
+    combined = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and "gpu" not in item.path.parts and not item.get_closest_marker("long"):
+            combined[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in combined.items():
+        met: set[tuple[int, str]] = set()
+        for item in random.Random(Path(name).name).sample(cases, len(cases)):
+            values = set(enumerate(item.callspec._idlist))
+            if values <= met:
+                item.add_marker(pytest.mark.long)
+            met |= values
 
 
 def torch_settings() -> dict[str, object]:
@@ -26,6 +46,14 @@ def torch_settings() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
     }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_lines_for_who_waits():
+    """They would come on a busy machine alone, between the lines that a test expects."""
+    from stepgraph.passes import waiting
+
+    waiting.EVERY_S = 3600.0
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,6 +10,9 @@ from collections.abc import Callable
 #: Who says what begins: each pass, and each piece that Inductor compiles.
 _LOGS = ("stepgraph.passes", "stepgraph.compile")
 
+#: Seconds without a line after which one is due.
+EVERY_S = 5.0
+
 #: The logger of everything that stepgraph reports.
 log = logging.getLogger("stepgraph")
 
@@ -24,15 +27,15 @@ def tell(line: str) -> None:
 
 
 class Waiting(logging.Handler):
-    """A context manager: ``say`` gets a line, such as ``compiling piece 3 of 11 (12 s)``, whenever ``every_s`` seconds
+    """A context manager: ``say`` gets a line, such as ``compiling piece 3 of 11 (12 s)``, whenever `EVERY_S` seconds
     have passed without one. ``what``: the work that comes before the first pass. Inside another one it does nothing.
     """
 
     _active = False
 
-    def __init__(self, say: Callable[[str], object] = tell, what: str = "tracing the step", every_s: float = 5.0):
+    def __init__(self, say: Callable[[str], object] = tell, what: str = "tracing the step"):
         super().__init__()
-        self._say, self._what, self._every_s = say, what, every_s
+        self._say, self._what = say, what
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -65,5 +68,5 @@ class Waiting(logging.Handler):
         self._what, self._since = record.getMessage(), time.monotonic()
 
     def _watch(self) -> None:
-        while not self._done.wait(self._every_s):
+        while not self._done.wait(EVERY_S):
             self._say(f"{self._what} ({time.monotonic() - self._since:.0f} s)")

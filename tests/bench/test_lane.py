@@ -1,7 +1,6 @@
 """A provider's process as its parent sees it: answers, what goes wrong, and the time limit."""
 
 import sys
-import time
 
 import pytest
 
@@ -50,9 +49,9 @@ def test_a_failure_is_the_rows_error(lane, do, error):
 
 
 def test_what_takes_too_long_is_ended(lane):
-    lane.limit_s, process, start = 0.5, lane.process, time.monotonic()
+    lane.limit_s, process = 0.5, lane.process
     assert lane.ask({"do": "sleep"}) == {} and lane.row.error.startswith("not done after 0.5 s: ")
-    assert process.returncode is not None and time.monotonic() - start < 20
+    assert process.returncode is not None  # it was to sleep for longer than a test may take
 
 
 def test_rotated():

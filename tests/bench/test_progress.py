@@ -1,6 +1,7 @@
 """What a provider's process says of itself while it is waited for."""
 
 import logging
+import time
 import types
 
 import pytest
@@ -34,11 +35,13 @@ def test_a_long_phase_is_not_silent(row, tmp_path, monkeypatch, capsys):
     with progress.Progress(row, tmp_path / "phases") as watched:
         while said.count("m | p | start, ") < 2:
             said += capsys.readouterr().err
+            time.sleep(0.01)
         assert str(watched).startswith("start, ")
         monkeypatch.setenv(progress.VARIABLE, watched.environment[progress.VARIABLE])
         progress.phase("compile", "compiling piece 2 of 3")
         while "m | p | compile (compiling piece 2 of 3), " not in said:
             said += capsys.readouterr().err
+            time.sleep(0.01)
     assert row.phases_s["start"] > 0.1
 
 

@@ -38,7 +38,7 @@ def _check_operators(batch):
     torch.testing.assert_close(part, expected.chunk(ranks, 1)[rank])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_operators(ranks):
     """Against the whole products in float64, where only the order of sums is left to differ."""
     on_ranks(ranks, _check_operators, 2)
@@ -159,11 +159,12 @@ def _nothing_found():
     assert "found nothing to do" in report(step).line()
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_what_is_joined(batch):
-    in_fake_world(0, 4, _joined, batch)
+def _joined_and_left():
+    for batch in (1, 2):
+        _joined(batch)
+    for check in (_accumulation, _too_small, _two_machines, _nothing_found):
+        check()
 
 
-@pytest.mark.parametrize("check", [_accumulation, _too_small, _two_machines, _nothing_found])
-def test_what_is_left(check):
-    in_fake_world(0, 4, check)
+def test_what_is_joined_and_what_is_left():
+    in_fake_world(0, 4, _joined_and_left)

@@ -68,7 +68,7 @@ def _check(text):
     check_training(mesh, param_dtype=torch.bfloat16)
 
 
-def _check_transformers():
+def _check_transformers(captures_all):
     """A model of transformers with labels, alone and parallel: rows that fill a part of their length, and documents."""
     mesh, generator = make_mesh("cp=2"), torch.Generator().manual_seed(0)
     tokens = torch.randint(1, VOCAB, (2, 12), generator=generator)
@@ -91,8 +91,9 @@ def _check_transformers():
             torch.testing.assert_close(
                 full(model, name, b.grad), a.grad, rtol=0, atol=5e-6 * a.grad.abs().max(), msg=name
             )
-        step = stepgraph.capture(model, loss_fn, one, passes="exact")
-        assert torch.equal(step(one), loss)
+        if captures_all or one is packed:
+            step = stepgraph.capture(model, loss_fn, one, passes="exact")
+            assert torch.equal(step(one), loss)
     with pytest.raises(ValueError, match=r"^with cp, Qwen3ForCausalLM takes input_ids and, by name, .* inputs_embeds:"):
         model(inputs_embeds=torch.zeros(2, 12, 32))
     with pytest.raises(
@@ -129,8 +130,9 @@ def test_packed_documents_and_other_models():
     on_ranks(2, _check_models, "cp=2")
 
 
-def test_models_of_transformers():
-    on_ranks(2, _check_transformers)
+@pytest.mark.parametrize("captures_all", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_models_of_transformers(captures_all):
+    on_ranks(2, _check_transformers, captures_all)
 
 
 @pytest.mark.long

@@ -53,7 +53,7 @@ def _check_operators():
     torch.testing.assert_close(mean.double(), expected / ranks, rtol=2**-8, atol=ranks * 2**-21)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_operators(ranks):
     on_ranks(ranks, _check_operators)
 
@@ -159,9 +159,13 @@ def _two_machines():
     assert any("all_gather_into_tensor: its ranks do not share a machine" in note for note in report(step).notes)
 
 
-@pytest.mark.parametrize("check", [_replaced, _behind_pipelines, _two_machines])
-def test_what_is_replaced(check):
-    in_fake_world(0, 4, check)
+def _replaced_and_left():
+    for check in (_replaced, _behind_pipelines, _two_machines):
+        check()
+
+
+def test_what_is_replaced():
+    in_fake_world(0, 4, _replaced_and_left)
 
 
 def linear_step():

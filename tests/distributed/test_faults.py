@@ -1,8 +1,10 @@
 """Ranks that are killed, stopped, or do not stop when told: real ranks, real signals, and what is left of the run."""
 
 import ast
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +31,10 @@ from tests.distributed.ranks import make_mesh, on_processes, on_ranks, own_batch
 from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds ranks in /proc")
+
+
+#: Seconds for what a machine does in a few, when it has much else to do.
+PATIENCE_S = 300
 
 
 class Job:
@@ -53,7 +60,7 @@ class Job:
 
     def wait_for(self, file, text, times=1):
         """Until ``file`` holds ``text`` so many times."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE_S
         while file.read_text().count(text) < times:
             assert time.monotonic() < until and self.process.poll() is None, self.err.read_text()
             time.sleep(0.05)
@@ -79,15 +86,16 @@ class Job:
 @linux
 @pytest.mark.slow
 def test_a_hung_collective_and_a_killed_rank_end_the_ranks_and_are_named(corpus, tmp_path):  # noqa: F811
-    words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--max-restarts", 1, "--comm-timeout", 4]
+    words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--max-restarts", 1, "--comm-timeout", 8]
     words += ["--steps", 100000, "--checkpoint-every", 0, "--val-every", 0, "--out", tmp_path / "run"]
     with Job([], tmp_path, *words) as job:
         job.wait_for(job.out, "\nstep 8/")
         stopped = job.kill(1, signal.SIGSTOP)
         job.wait_for(job.err, "made no progress")
-        os.kill(stopped, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # its launcher was quicker
+            os.kill(stopped, signal.SIGKILL)
         (line,) = [text for text in job.err.read_text().splitlines() if "made no progress" in text]
-        assert line.startswith("error: rank 0 (") and "--comm-timeout 4" in line and f"pid {stopped}) was in" in line
+        assert line.startswith("error: rank 0 (") and "--comm-timeout 8" in line and f"pid {stopped}) was in" in line
         if "): step " in line:  # not the vote between two steps
             node = line.partition("it waits in ")[2].partition(" ")[0]
             (listed,) = [text for text in graph_text(tmp_path) if text.startswith(f"{node}: ")]
@@ -97,8 +105,8 @@ def test_a_hung_collective_and_a_killed_rank_end_the_ranks_and_are_named(corpus,
         # All ranks start again, in the same folder; a rank killed now ends the job.
         job.wait_for(job.out, "restarted after step 0")
         job.wait_for(job.out, "\nstep 8/", times=2)
-        killed, start = job.kill(1, signal.SIGKILL), time.monotonic()
-        assert job.process.wait(60) == 1 and time.monotonic() - start < 60
+        killed = job.kill(1, signal.SIGKILL)
+        assert job.process.wait(PATIENCE_S) == 1
     *_, last = job.err.read_text().splitlines()
     assert last.startswith(f"error: rank 1 (pid {killed}) was killed by SIGKILL, ") and " s after it was in " in last
     assert any("rank 0 (" in line and " lost another rank (" in line for line in job.err.read_text().splitlines())
@@ -125,7 +133,7 @@ def test_torchrun_restarts_a_killed_run_and_it_ends_as_if_never_killed(corpus, t
             job.kill(1, signal.SIGKILL)
         job.wait_for(job.out, "\nstep 65/")
         job.kill(0, signal.SIGKILL)
-        assert job.process.wait(120) == 0, job.err.read_text()
+        assert job.process.wait(PATIENCE_S) == 0, job.err.read_text()
     text = job.out.read_text()
     assert (kills < 2 or "restarted after step 0\n" in text) and "restarted after step 60\n" in text
     (run,) = (tmp_path / "runs").iterdir()
@@ -158,10 +166,9 @@ def test_a_rank_that_is_alone_says_so_and_ends(rank, monkeypatch, capsys):
     monkeypatch.setattr(world, "_SPEAKS_AFTER_S", 0.2)
     # Without rank 0 there is no store that knows who else has come.
     says = "rank 0 of 3 waited 1 s for 1, 2; start them all" if rank == 0 else "client socket has timed out"
-    began = time.monotonic()
     with pytest.raises(ValueError, match=f"^the ranks cannot meet at localhost:{port}: .*{says}") as alone:
         parallel.started(MeshSpec.parse("fsdp=3"), "cpu", 1.0).__enter__()
-    assert "\n" not in str(alone.value) and time.monotonic() - began < 20
+    assert "\n" not in str(alone.value)
     assert f"rank {rank} waits for the other ranks of 3 at localhost:{port}, 1 s at most" in capsys.readouterr().err
 
 
@@ -169,58 +176,93 @@ def test_a_rank_is_known_to_have_begun_its_steps_when_it_has(monkeypatch):
     """However many pass until it reports again."""
     store = dist.HashStore()
     monkeypatch.setattr(parallel, "job_store", lambda: store)
-    monkeypatch.setattr(watch, "_POLL_S", 60.0)
+    monkeypatch.setattr(watch, "_POLL_S", 10.0 * PATIENCE_S)
     with watch.Watch(0, 2, "cpu", 300.0, 60.0, print) as watched:
         watched.launches(7)
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE_S
         while "in step 7" not in last_told(store, 0):
             assert time.monotonic() < until
             time.sleep(0.01)
 
 
+class Clock:
+    """The watch's, in seconds: it moves when a test moves it, and then until the watch has looked at it."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.asked = 100.0, 0
+        for name, seconds in (("_POLL_S", 0.01), ("_LOOK_S", 0.05), ("_SILENT_S", 0.5)):
+            monkeypatch.setattr(watch, name, seconds)
+        ours = SimpleNamespace(monotonic=self._monotonic, time=time.time, time_ns=time.time_ns)
+        monkeypatch.setattr(watch, "time", ours)
+
+    def _monotonic(self):
+        self.asked += threading.current_thread().name == "watch"
+        return self.now
+
+    def moves(self, seconds, each=lambda: None):
+        """By a tenth at a time, each after ``each()``."""
+        for _ in range(round(10 * seconds)):
+            each()
+            self.now += 0.1
+            aim = self.asked + 6  # the watch asks once or twice each time that it looks
+            while self.asked < aim and any(thread.name == "watch" for thread in threading.enumerate()):
+                time.sleep(0.001)
+
+    def moves_during(self, wait, seconds, each=lambda: None):
+        """While the main thread is in ``wait(file)``, which ends when there is something to read from ``file``."""
+        read, write = os.pipe()
+        other = threading.Thread(target=lambda: (self.moves(seconds, each), os.write(write, b"0")))
+        other.start()
+        wait(read)
+        other.join()
+        os.close(read)
+        os.close(write)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
 @pytest.mark.parametrize("told", [True, False])
-def test_a_rank_that_is_silent_ends_those_that_have_no_limit(told, monkeypatch):
+def test_a_rank_that_is_silent_ends_those_that_have_no_limit(told, clock, monkeypatch):
     """In a validation, in a checkpoint, in a capture: the next rank is looked after, until it says that it ends."""
     store, ended = dist.HashStore(), []
     monkeypatch.setattr(parallel, "job_store", lambda: store)
-    for name, seconds in (("_POLL_S", 0.02), ("_LOOK_S", 0.05), ("_SILENT_S", 0.5)):
-        monkeypatch.setattr(watch, name, seconds)
     monkeypatch.setattr(watch.Watch, "_end", lambda self, why, place: ended.append(why))
     with watch.Watch(1, 2, "cpu", 0.1, 60.0, print) as watched:
         watched.at("the checkpoint of step 3", limited=False)
-        until = time.monotonic() + 1.2
-        while time.monotonic() < until:  # a rank that works, for as long as it may be silent
-            store.set("rank-0", f'[{time.time()}, "the checkpoint of step 3", "here", 7]')
-            time.sleep(0.02)
+        beat = '[{}, "the checkpoint of step 3", "here", 7]'
+        clock.moves(2, lambda: store.set("rank-0", beat.format(clock.now)))  # it works for as long as it may be silent
         assert not ended
         if told:
             store.set("rank-0", '[0.0, "the end", "here", 7]')
-        until = time.monotonic() + (1.2 if told else 20)
-        while time.monotonic() < until and not ended:
-            time.sleep(0.02)
+        clock.moves(2)
     silent = "the checkpoint of step 3 has lost rank 0 (here, pid 7), silent for "
     assert all(why.startswith(silent) and why.endswith(" since the checkpoint of step 3") for why in ended)
     assert bool(ended) != told
 
 
 @pytest.fixture
-def first_steps(monkeypatch):
-    """``first_steps(store, wait)``: what rank 1 of 3 says while its main thread is in ``wait()`` in the first step; ""
-    if it says nothing."""
+def first_steps(clock, monkeypatch):
+    """``first_steps(store, wait, each)``: what rank 1 of 3 says while its main thread is in ``wait(file)`` for two
+    seconds of the first step; "" if it says nothing."""
     ended = []
-    for name, seconds in (("_POLL_S", 0.02), ("_LOOK_S", 0.05), ("_SILENT_S", 0.5)):
-        monkeypatch.setattr(watch, name, seconds)
     monkeypatch.setattr(watch, "report", lambda error: None)
 
-    def run(store, wait):
+    def run(store, wait, each=lambda: None):
         monkeypatch.setattr(parallel, "job_store", lambda: store)
         with watch.Watch(1, 3, "cpu", 300.0, 0.6, ended.append) as watched:
             monkeypatch.setattr(watch.os, "_exit", lambda status: watched._done.set())
             watched.launches(1)
-            wait()
+            clock.moves_during(wait, 2, each)
         return ended[0] if ended else ""
 
     return run
+
+
+def _stands_still(file):
+    os.read(file, 1)
 
 
 def test_a_first_step_in_which_no_rank_moves_ends_and_says_who_waits_where(first_steps):
@@ -228,23 +270,20 @@ def test_a_first_step_in_which_no_rank_moves_ends_and_says_who_waits_where(first
     store.set(
         "rank-2", json.dumps([0.0, "step 1, backward.0 of microbatch 0, waiting for stage 1 on rank 1", "b", 9, 0])
     )
-    began = time.monotonic()
-    said = first_steps(store, lambda: time.sleep(2))
+    said = first_steps(store, _stands_still)
     assert said.startswith("step 1 made no progress for 1 s, nor did any other rank (--first-step-timeout 0.6): ")
     # By this rank's clock alone, whatever the other's says; a rank that never reported is not waited for.
     assert "rank 2 (b, pid 9) was in step 1, backward.0 of microbatch 0, waiting for stage 1 on rank 1 " in said
     assert "rank 0 has not reported since the start" in said and "does not answer" not in said
-    assert time.monotonic() - began < 5
 
 
-def _moves():
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
+def _moves(file):
+    while not select.select([file], [], [], 0)[0]:
         ast.unparse(ast.parse(Path(__file__).read_text()))
 
 
-def _own_compiler():
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(2)"], check=True)
+def _own_compiler(file):
+    subprocess.run(["head", "-c", "1"], stdin=file, stdout=subprocess.DEVNULL, check=True)
 
 
 @pytest.mark.parametrize("wait", [_moves, _own_compiler])
@@ -252,36 +291,28 @@ def test_a_first_step_that_compiles_may_take_long(wait, first_steps):
     assert first_steps(dist.HashStore(), wait) == ""
 
 
-def test_a_first_step_waits_for_a_rank_that_compiles(first_steps):
-    store, until = dist.HashStore(), time.monotonic() + 2
-
-    def compiles():
-        while time.monotonic() < until:
-            store.set("moved", f"0 {time.monotonic()}")
-            time.sleep(0.02)
-
-    other = threading.Thread(target=compiles)
-    other.start()
-    assert first_steps(store, lambda: time.sleep(1.8)) == ""
-    other.join()
+def test_a_first_step_waits_for_a_rank_that_compiles(first_steps, clock):
+    store = dist.HashStore()
+    assert first_steps(store, _stands_still, lambda: store.set("moved", f"0 {clock.now}")) == ""
 
 
-def test_a_replay_may_take_as_long_as_the_first_step(monkeypatch):
+def test_a_replay_may_take_as_long_as_the_first_step(clock, monkeypatch):
     ended = []
     monkeypatch.setattr(parallel, "job_store", dist.HashStore)
-    monkeypatch.setattr(watch, "_POLL_S", 0.02)
     monkeypatch.setattr(watch.Watch, "_end", lambda self, why, place, everyone=False: ended.append(why))
     with watch.Watch(0, 2, "cpu", 300.0, 0.2, print) as watched:
-        watched.warmed(30.0)
+        watched.warmed(3.0)
         watched.launches(2)
-        time.sleep(1)
-    assert not ended
+        clock.moves_during(_stands_still, 2)
+        assert not ended
+        clock.moves_during(_stands_still, 4)
+    assert ended
 
 
 def _wait_in_vain(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if rank == 1:
-        time.sleep(60)
+        time.sleep(2 * PATIENCE_S)
     watch._STOP_S = 0.5
     signal.signal(signal.SIGTERM, lambda *_: None)
     with watch.Watch(0, 2, "cpu", 300.0, 60.0, (Path(folder) / "error.txt").write_text) as watched:
@@ -314,7 +345,7 @@ def _find_all(text, passes):
     step(own_batch(mesh, 1))
     order = issue_order(step.graph.graph)
     found = compat.flight_records("cpu")
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE_S
     while not all(record["retired"] for record in found):  # gloo's thread retires one after who waits for it goes on
         assert time.monotonic() < until, found
         time.sleep(0.01)
@@ -415,7 +446,7 @@ def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save(corpus, tmp_path, n
         for rank in range(2) if number == signal.SIGHUP else ():  # the terminal tells all that it is gone
             os.kill(job.find(rank), number)
         job.process.send_signal(number)
-        assert job.process.wait(60) == 0, job.err.read_text()
+        assert job.process.wait(PATIENCE_S) == 0, job.err.read_text()
     assert "Traceback" not in job.err.read_text()
     (saved_at,) = (tmp_path / "run/checkpoints").iterdir()
     assert (saved_at / "state.json").exists()
@@ -427,16 +458,16 @@ def test_a_launcher_that_is_told_to_stop_lets_its_ranks_save(corpus, tmp_path, n
 def test_ranks_end_when_their_launcher_is_killed(corpus, tmp_path, stage):  # noqa: F811
     words = [*TINY_RUN, "--data", corpus, "--mesh", "fsdp=2", "--nproc", 2, "--steps", 100000]
     with Job([], tmp_path, *words, "--val-every", 0, "--out", tmp_path / "run") as job:
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE_S
         while not (ranks := [job.find(0), job.find(1)])[1] or not ranks[0]:
             assert time.monotonic() < until, job.err.read_text()
             time.sleep(0.01)
         if stage == "steps":
             job.wait_for(job.out, "\nstep 8/")
         job.process.kill()
-        killed = time.monotonic()
+        until = time.monotonic() + PATIENCE_S
         while any(map(is_running, ranks)):
-            assert time.monotonic() < killed + 60, "they go on"  # 2 s, and the time to import torch at the start
+            assert time.monotonic() < until, "they go on"  # 2 s, and the time to import torch at the start
             time.sleep(0.1)
     told = job.err.read_text()
     for rank, pid in enumerate(ranks):

@@ -75,7 +75,7 @@ def _check(text, tied, all_forms=True):
         pytest.param("ddp=2", 2, False, True, marks=pytest.mark.long),
         pytest.param("fsdp=4", 4, False, True, marks=pytest.mark.long),
         pytest.param("hsdp=2x2", 4, False, True, marks=pytest.mark.long),
-        ("fsdp=2,tp=2", 4, False, False),
+        pytest.param("fsdp=2,tp=2", 4, False, False, marks=pytest.mark.long),
         pytest.param("fsdp=2,tp=2", 4, False, True, marks=pytest.mark.long),
         pytest.param("ddp=2,tp=2", 4, False, True, marks=pytest.mark.long),
     ],

@@ -64,7 +64,7 @@ def _check_messages(ranks):
         dist.barrier()
 
 
-@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("ranks", (pytest.param(2, marks=pytest.mark.long), 4))
 def test_messages_of_every_schedule(ranks):
     on_ranks(ranks, _check_messages, ranks)
 

@@ -53,7 +53,7 @@ def _same_on_all_ranks(text, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["fsdp=2,tp=2", "hsdp=2x2"])
+@pytest.mark.parametrize("text", [pytest.param("fsdp=2,tp=2", marks=pytest.mark.long), "hsdp=2x2"])
 def test_all_ranks_have_the_same_graph(text):
     """Embedding, loss and the process groups' names included."""
     on_ranks(4, _same_on_all_ranks, text, 4)
@@ -95,11 +95,13 @@ def optimizer(step):
     return set(step.nodes("optimizer"))
 
 
-@pytest.mark.parametrize(
-    ("text", "tied"), [("fsdp=4", True), ("ddp=4", False), ("hsdp=2x2", False), ("fsdp=2,tp=2", False)]
-)
-def test_every_parameter_is_gathered_and_its_gradient_reduced(text, tied):
-    in_fake_world(0, 4, _every_parameter, text, tied)
+def _every_mesh():
+    for text, tied in (("fsdp=4", True), ("ddp=4", False), ("hsdp=2x2", False), ("fsdp=2,tp=2", False)):
+        _every_parameter(text, tied)
+
+
+def test_every_parameter_is_gathered_and_its_gradient_reduced():
+    in_fake_world(0, 4, _every_mesh)
 
 
 def _buckets():

@@ -15,7 +15,7 @@ from stepgraph import CaptureError  # noqa: E402
 from stepgraph.integrations import GraphTrainer  # noqa: E402
 
 VOCAB = 61
-SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
 
 
 def qwen(**options):

@@ -1,31 +1,57 @@
 """Lines for a person who waits."""
 
 import logging
-import time
+import queue
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from stepgraph.passes import waiting
-from stepgraph.passes.waiting import Waiting
+
+
+class Waiting(waiting.Waiting):
+    """Its seconds pass when `tick` is called, which comes back when the line is said."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._done, self.ticks, self.asked = self, queue.Queue(), []
+
+    def wait(self, seconds):
+        if self.asked:
+            self.ticks.task_done()
+        self.asked.append(seconds)
+        return self.ticks.get()
+
+    def set(self):
+        self.ticks.put(True)
+
+    def tick(self):
+        self.ticks.put(False)
+        self.ticks.join()
+
+
+@pytest.fixture(autouse=True)
+def _no_time_passes(monkeypatch):
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def test_what_runs_is_said_again_and_again_and_the_logs_are_as_before():
     said, log = [], logging.getLogger("stepgraph.compile")
     before = log.level, list(log.handlers)
-    with Waiting(said.append, every_s=0.1):
-        time.sleep(0.25)
+    with Waiting(said.append) as waits:
+        waits.tick()
+        waits.tick()
         log.info("compiling piece %d of %d, %s", 3, 11, "forward_2")
-        time.sleep(0.25)
-    assert said[0] == "tracing the step (0 s)" and said[-1] == "compiling piece 3 of 11, forward_2 (0 s)"
-    assert (log.level, log.handlers) == before
-    count = len(said)
-    time.sleep(0.15)
-    assert len(said) == count
+        waits.tick()
+    assert said == ["tracing the step (0 s)"] * 2 + ["compiling piece 3 of 11, forward_2 (0 s)"]
+    assert (log.level, log.handlers) == before and set(waits.asked) == {waiting.EVERY_S}
+    assert not any(thread.name == "waiting" for thread in threading.enumerate())
 
 
 def test_short_work_is_silent():
     said = []
-    with Waiting(said.append):
+    with waiting.Waiting(said.append):
         pass
     assert said == []
 
@@ -39,9 +65,9 @@ def test_the_users_logging_decides_who_gets_a_line(monkeypatch, capsys):
     handler.emit = lambda record: shown.append(record.getMessage())
 
     def wait():
-        with Waiting(what="tracing", every_s=0.05):
+        with Waiting(what="tracing") as waits:
             piece.info("compiling piece 1 of 2")
-            time.sleep(0.08)
+            waits.tick()
         return capsys.readouterr().err
 
     assert wait() == "stepgraph: compiling piece 1 of 2 (0 s)\n"
@@ -59,10 +85,10 @@ def test_the_users_logging_decides_who_gets_a_line(monkeypatch, capsys):
 
 def test_inside_another_one_it_does_nothing():
     outer, inner = [], []
-    with Waiting(outer.append, every_s=0.05), Waiting(inner.append, every_s=0.05):
-        time.sleep(0.08)
-    assert outer and not inner
-    with Waiting(inner.append, every_s=0.05), pytest.raises(ValueError):
-        time.sleep(0.08)
+    with Waiting(outer.append) as waits, Waiting(inner.append) as nothing:
+        waits.tick()
+    assert outer and not inner and not nothing.asked
+    with Waiting(inner.append) as waits, pytest.raises(ValueError):
+        waits.tick()
         raise ValueError
     assert inner

@@ -51,7 +51,8 @@ class Trainer:
     def start(self, *more: Any) -> subprocess.Popen:
         """The run as a process of its own, stdout and stderr in one pipe. ``more`` replaces all options on --resume."""
         words = ["train", *map(str, more)] if more[0] == "--resume" else self.arguments(*more)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(stepgraph.__file__).parents[1])}
+        paths = [str(Path(stepgraph.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         return subprocess.Popen(
             [sys.executable, "-m", "stepgraph", *words],
             stdout=subprocess.PIPE,

@@ -14,8 +14,8 @@ from stepgraph.bench.rows import Row
 from stepgraph.passes.compile import inductor
 from stepgraph.run.watch.signals import StopSignals
 
-#: Seconds that an answer may take where other tests run too: it takes 0.1 to 0.8 s.
-SOON_S = 5
+#: Seconds that an answer may take on a busy machine, of 0.1 to 0.8: far fewer than what is interrupted takes.
+SOON_S = 60
 
 
 def below(pid: int) -> list[int]:
@@ -39,9 +39,9 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize("command", ["train", "train on two ranks", "compile", "bench"])
 @pytest.mark.parametrize("stage", ["imports", "compilation"])
 def test_ctrl_c_is_answered_at_once(command, stage, trainer, tmp_path):
-    """The compiler takes 300 s, and the signal reaches the first process alone."""
+    """The compiler takes 1000 s, and the signal reaches the first process alone."""
     compiler = tmp_path / "g++"
-    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexec sleep 300\n")
+    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexec sleep 1000\n")
     compiler.chmod(0o755)
     run = [*trainer.arguments("--inductor", "full", "--saved-steps", "off", "--out", tmp_path / "run")]
     words = {
@@ -64,7 +64,7 @@ def test_ctrl_c_is_answered_at_once(command, stage, trainer, tmp_path):
             time.sleep(0.05)
     family, began = below(process.pid), time.monotonic()
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=2 * SOON_S)
     assert time.monotonic() - began < SOON_S
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said
     until = time.monotonic() + SOON_S
@@ -128,7 +128,7 @@ def test_ranks_take_the_first_ctrl_c_while_they_capture_and_ignore_later_ones(ca
 
 def test_a_provider_is_not_waited_for_after_ctrl_c():
     began = time.monotonic()
-    code = "import sys, time; print('{}', flush=True); time.sleep(100)"
+    code = "import sys, time; print('{}', flush=True); time.sleep(1000)"
     with pytest.raises(KeyboardInterrupt), Lane(Row(model="m", provider="p"), [sys.executable, "-c", code]) as lane:
         lane.receive()
         raise KeyboardInterrupt

@@ -217,7 +217,7 @@ def random_kills(folder: Path) -> None:
         found = check(latest) if latest else 0
         assert found >= last, (found, last)
         if found == last:
-            one_save *= 1.2  # the machine has become slower since
+            one_save *= 1.5  # the machine has become slower since
         last = found
     assert last > 0
 

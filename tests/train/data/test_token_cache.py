@@ -1,6 +1,7 @@
 """The token cache: written once, whoever writes it and however often that one is killed."""
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -132,11 +133,12 @@ def test_data_written_to_while_they_are_tokenized_are_refused(source, tmp_path):
     assert everything(opened(source, tmp_path / "c")) == expected(source)
 
 
-def _write_slowly(path, folder):
+def _write_slowly(path, folder, at_most=None):
+    """``at_most``: documents that it reads before it waits to be killed."""
     token_cache.CHUNK_BYTES = 64
     source = open_source(path)
-    read = source.read
-    source.read = lambda index: time.sleep(0.002) or read(index)
+    read, documents = source.read, itertools.count()
+    source.read = lambda index: time.sleep(1000 if next(documents) == at_most else 0.002) or read(index)
     everything(opened(source, folder))
 
 
@@ -144,10 +146,13 @@ def test_killed_at_any_moment_another_writer_goes_on(source, tmp_path, monkeypat
     """Two processes want the tokens; the one that writes is killed, again and again, and the other takes over."""
     context, folder = multiprocessing.get_context("fork"), tmp_path / "c"
     wanted, reader = expected(source), opened(source, folder)
-    for moment in (0.0, 0.05, 0.15, 0.1):
-        writer = context.Process(target=_write_slowly, args=(source.name, folder))
+    for more in (0, 1, 50, 20):
+        aim = reader._progress()["documents"] + more
+        writer = context.Process(target=_write_slowly, args=(source.name, folder, 60))
         writer.start()
-        time.sleep(0.1 + moment)
+        while reader._progress()["documents"] < aim:
+            assert writer.is_alive()
+            time.sleep(0.005)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
     documents = reader._progress()["documents"]
@@ -167,6 +172,7 @@ def test_one_writes_and_the_others_wait_for_it(source, tmp_path):
     writer.start()
     reader = opened(source, folder)
     while not reader._progress()["tokens"]:
+        assert writer.exitcode in (None, 0)
         time.sleep(0.005)
     source.read = lambda index: pytest.fail("two wrote at once")
     assert len(everything(reader)) > 8000
