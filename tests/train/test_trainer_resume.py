@@ -23,16 +23,16 @@ from stepgraph.train.trainer import Run
 OPTIONS = ["--model.n-layers", 1, "--steps", 24, "--val-every", 12]
 
 
-#: Python's own hook of a folder on PYTHONPATH: kill -9 at the second file of the third save.
-KILL_IN_SAVE = """
-import os, signal, sys
+#: Python's own hook of a folder on PYTHONPATH: does something at the second file of a save.
+IN_SAVE = """
+import os, signal, sys, time
 opened = set()
-def kill(event, args):
-    if event == "open" and "/.tmp-step-00000003" in str(args[0]):
+def in_save(event, args):
+    if event == "open" and "/.tmp-step-{step:08d}" in str(args[0]):
         opened.add(str(args[0]))
         if len(opened) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(kill)
+            {does}
+sys.addaudithook(in_save)
 """
 
 
@@ -61,7 +61,8 @@ def assert_went_on(trainer, whole: Path, folder: Path, *, killed: bool = False) 
 def test_a_run_killed_in_a_save_and_again_at_any_time_goes_on_bitwise(trainer, whole, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     checkpoints = folder / "checkpoints"
-    (tmp_path / "sitecustomize.py").write_text(KILL_IN_SAVE)
+    killed = IN_SAVE.format(step=3, does="os.kill(os.getpid(), signal.SIGKILL)")
+    (tmp_path / "sitecustomize.py").write_text(killed)
     with monkeypatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
         process = trainer.start(*OPTIONS, "--checkpoint-every", 1, "--out", folder)
@@ -86,13 +87,19 @@ def test_a_run_killed_in_a_save_and_again_at_any_time_goes_on_bitwise(trainer, w
     assert_went_on(trainer, whole, folder, killed=True)
 
 
-def test_sigterm_ends_a_run_cleanly_after_a_save(trainer, whole, tmp_path):
-    folder = tmp_path / "run"
-    process = trainer.start(*OPTIONS, "--out", folder)
+def test_sigterm_ends_a_run_cleanly_after_a_save(trainer, whole, tmp_path, monkeypatch):
+    """The save of step 8 waits for the signal to be sent: the steps left are over in a moment."""
+    folder, sent = tmp_path / "run", tmp_path / "sent"
+    waits = IN_SAVE.format(step=8, does=f"while not os.path.exists({str(sent)!r}): time.sleep(0.01)")
+    (tmp_path / "sitecustomize.py").write_text(waits)
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        process = trainer.start(*OPTIONS, "--out", folder)
     with process:
         for line in process.stdout:
             if line.startswith("step 5/24 "):
                 process.terminate()
+                sent.touch()
                 break
         rest = process.stdout.read()
     summary = trainer.summary(folder)
