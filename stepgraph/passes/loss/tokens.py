@@ -32,7 +32,7 @@ from torch import fx
 import stepgraph.kernels.loss.tokens  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import is_cast, only_user
+from stepgraph.graph.facts import is_cast, is_pure, only_user, upstream
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.passes.loss.head import RESHAPES, SAME, Head, place, readers, unfit
 from stepgraph.passes.loss.terms import LOG, SOFTMAXES, P, Reading, Symbol, Terms, plus, times
@@ -66,8 +66,8 @@ class TokenHead:
     """The nodes of a head and what its tokens' probabilities are read by.
 
     ``softmaxes``: of it and of the ``other`` head. ``totals``: the sums, and what they are. ``first``: the first of
-    them and the gather. ``back``: from the softmax's gradient ``last`` to the product's. ``slope``: the gathered one's
-    gradient, ``slopes`` those of the rest.
+    them and the gather. ``late``: what labels are made of after that. ``back``: from the softmax's gradient ``last`` to
+    the product's. ``slope``: the gathered one's gradient, ``slopes`` those of the rest.
     """
 
     softmaxes: set[fx.Node]
@@ -75,6 +75,7 @@ class TokenHead:
     other: Logits | None
     shape: tuple[int, ...]
     gather: fx.Node | None
+    late: list[fx.Node]
     totals: dict[fx.Node, Rows]
     first: fx.Node
     last: fx.Node | None = None
@@ -150,12 +151,13 @@ def match(softmax: fx.Node, aliases: Aliases) -> TokenHead | str | None:
         if side.meta["val"].numel() != value.numel() or side.meta["val"].shape[-1] != value.shape[-1]:
             return f"{side.name} has other tokens"
         sides.append(logits)
-    if gather and gather.args[2].op == "call_function" and aliases.position[gather.args[2]] > aliases.position[first]:
+    late = _late(gather.args[2], ends, first, aliases) if gather else []
+    if late is None:
         return "its labels are computed after the entropy"
     if len(sides) == 2 and not math.isclose(sides[0].scale, sides[1].scale):
         return "the other head has another temperature"
     shape = tuple(own.meta["val"].shape[:-1])
-    tokens = TokenHead(set(found), sides[0], (*sides, None)[1], shape, gather, {}, first)
+    tokens = TokenHead(set(found), sides[0], (*sides, None)[1], shape, gather, late, {}, first)
     for total in totals:
         tokens.totals[total] = rows = _contents(read(total.args[0]), own, shape)
         if isinstance(rows, str) or {gather, *totals} & {node for key in rows for node in key}:
@@ -194,6 +196,20 @@ def _region(softmax: fx.Node, read: Reading) -> tuple[list[fx.Node], ...]:
             elif user.target is not aten.scatter_add.default and not _adds_scatter(user):
                 others.append(user)
     return found, gathers, totals, lasts, others
+
+
+def _late(labels: fx.Node, ends: list[fx.Node], first: fx.Node, aliases: Aliases) -> list[fx.Node] | None:
+    """What ``labels`` are made of after ``first``; None where that cannot come before, as where it reads ``ends``."""
+    found, here = [], aliases.position[first]
+    for node in sorted({labels, *upstream(labels, ends)}, key=aliases.position.get):
+        at = aliases.position[node]
+        if node in ends or (at > here and not is_pure(node)):
+            return None
+        if at > here:
+            if any(aliases.written_between(source, here, at) for source in node.all_input_nodes):
+                return None
+            found.append(node)
+    return found
 
 
 def _adds_scatter(node: fx.Node) -> bool:
@@ -359,6 +375,8 @@ class _Writer:
     def forward(self) -> None:
         tokens = self.tokens
         like = [n for n in (tokens.gather, tokens.first) if n is not None]
+        for node in tokens.late:
+            tokens.first.prepend(node)
         build = self._builder(*like, before=tokens.first)
         self.x = {id(side): self._rows_of(build, side) for side in self._sides}
         self.labels = None
