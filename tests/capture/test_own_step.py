@@ -91,7 +91,14 @@ class Reading(OfItself):
         self.helper, self.table = SimpleNamespace(value=1.0), {"a": [1.0]}
 
     def update(self, p, grad, state, group):
-        factor = FACTOR * self.constant * self.factor * self.helper.value * self.table["a"][0]
+        factor = (
+            FACTOR
+            * self.constant
+            * self.factor
+            * self.defaults.get("scale", 1.0)
+            * self.helper.value
+            * self.table["a"][0]
+        )
         state["n"] = state.get("n", 0) + 1
         p.add_(grad, alpha=-group["lr"] * factor / sqrt(state["n"]))
 
@@ -129,6 +136,7 @@ CHANGES = {
     "counts": (Counted, set_counts, None),
     "attribute": (Reading, lambda m, o: setattr(o, "factor", 2.0), None),
     "table": (Reading, lambda m, o: o.table.update(a=[3.0]), None),
+    "defaults": (Reading, lambda m, o: o.defaults.update(scale=2.0), None),
     "helper": (Reading, lambda m, o: setattr(o.helper, "value", 2.0), None),
     "tensor": (
         lambda p: optim.RMSprop(p, lr=torch.tensor(0.01)),

@@ -35,8 +35,8 @@ from stepgraph.errors import CaptureError, first_line
 Tensor = torch.Tensor
 pytree = compat.pytree
 
-#: What torch keeps on every optimizer for itself.
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_opt_called"}
+#: What torch keeps on every optimizer for itself; ``step`` may read its defaults.
+_OF_TORCH = (frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_opt_called"}) - {"defaults"}
 #: Options of groups that ``step`` does not read.
 _NOT_READ = ("params", "initial_lr")
 _NUMBERS = (int, float)
