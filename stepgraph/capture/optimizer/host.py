@@ -9,6 +9,7 @@ import torch
 
 from stepgraph import compat
 from stepgraph.capture.optimizer.tape import Tape, alike
+from stepgraph.capture.state import Wrapping, wrap
 
 Tensor = torch.Tensor
 #: What gives the current dictionary or list, and a key in it.
@@ -29,13 +30,24 @@ class Count:
 
 
 @dataclass
+class Wrapped:
+    """A tensor of state that a step makes of its next ``count`` outputs, wrapped as ``wrapping`` says."""
+
+    count: int
+    wrapping: Wrapping | None
+
+    def take(self, made: Iterator[Tensor]) -> Tensor:
+        """The tensor."""
+        return wrap([next(made) for _ in range(self.count)], self.wrapping)
+
+
+@dataclass
 class Host:
     """The work of one form of a step. ``values``: inputs of the graph, by their places on the tape. ``writes``: what
     is written after the step, by the place on the tape. ``made``: state that this step makes: what gives the dict for
-    it, its key, and its leaves, each a place on the tape or the graph's next output, which is wrapped as the parameter
-    is; with their structure. ``options``:
-    gives what the graph holds as constants; ``expected``: what that was; ``learn`` is called where it has changed.
-    ``settle``: called before the first step, whether its state is right."""
+    it, its key, and its leaves, each a place on the tape or of the graph's next outputs, with their structure.
+    ``options``: gives what the graph holds as constants; ``expected``: what that was; ``learn`` is called where it has
+    changed. ``settle``: called before the first step, whether its state is right."""
 
     tape: Tape
     options: Callable[[], Any]
@@ -44,9 +56,7 @@ class Host:
     counts: list[Count] = field(default_factory=list)
     values: list[tuple[int, Tensor]] = field(default_factory=list)
     writes: dict[int, list[Place]] = field(default_factory=dict)
-    made: list[tuple[Callable[[], Any], Any, list[int | None], Callable[[Tensor], Tensor], Any]] = field(
-        default_factory=list
-    )
+    made: list[tuple[Callable[[], Any], Any, list[int | Wrapped], Any]] = field(default_factory=list)
     settle: Callable[[], bool] | None = None
     _now: list | None = None
 
@@ -83,8 +93,8 @@ class Host:
             else:
                 for holder, key in places:
                     holder()[key] = value
-        for holder, key, places, wrap, spec in self.made:
-            leaves = [wrap(next(created)) if place is None else _own(self._now[place]) for place in places]
+        for holder, key, places, spec in self.made:
+            leaves = [p.take(created) if isinstance(p, Wrapped) else _own(self._now[p]) for p in places]
             if not skipped:
                 holder()[key] = compat.pytree.tree_unflatten(leaves, spec)
         self._now = self.settle = None

@@ -19,10 +19,12 @@ from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
 from stepgraph.capture import gradients
-from stepgraph.capture.optimizer.host import Count, Host, Place, equal, frozen, same
+from stepgraph.capture.known import KnownValues
+from stepgraph.capture.optimizer.host import Count, Host, Place, Wrapped, equal, frozen, same
 from stepgraph.capture.optimizer.on_tape import NotOfHost, OnTape, tensors_of_numbers
 from stepgraph.capture.optimizer.spread import Matrix, Spread, cuts_of
 from stepgraph.capture.optimizer.tape import TORCHS, Constant, Tape, is_number, line_in_use, python_on_tape, wrapped
@@ -200,6 +202,16 @@ def _is_wrapped(tensor: Tensor) -> bool:
     return compat.is_traceable_wrapper_subclass(tensor)
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors inside a tensor of the state."""
+    return unwrap(tensor)[0]
+
+
+def as_held(live: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """``parts`` as ``step`` has them in place of ``live``: of a DTensor this rank's part, else wrapped as it is."""
+    return parts[0] if isinstance(live, DTensor) else wrap(parts, unwrap(live)[1])
+
+
 def _is_sharded(param: Tensor) -> bool:
     placements = enumerate(getattr(param, "placements", ()))
     return any(placement.is_shard() and param.device_mesh.size(axis) > 1 for axis, placement in placements)
@@ -241,6 +253,11 @@ def _names(code: types.CodeType) -> set[str]:
     """The names in a function's code, and in the functions that it defines."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return {*code.co_names}.union(*inner)
+
+
+def _form(tensor: Tensor) -> tuple:
+    """What a replacement of a tensor of the state must have in common with it."""
+    return type(tensor), [(part.shape, part.dtype) for part in parts_of(tensor)]
 
 
 def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
@@ -306,8 +323,8 @@ class Run:
         self.created: list[Tensor] = []
         self.give_input = give_input
         self.members: dict[int, StandIn] = {id(m.tensor): m for group in groups for m in group}
-        owners = {compat.storage_key(t): m.path for m in self.members.values()
-                  for t in (m.tensor, m.grad, *m.state.values()) if t is not None}  # fmt: skip
+        owners = {compat.storage_key(part): m.path for m in self.members.values()
+                  for t in (m.tensor, m.grad, *m.state.values()) if t is not None for part in parts_of(t)}  # fmt: skip
         self.mode = OnTape(self.tape, mode, self.number_input, owners, attribute)
         self.mode.refuse_shards = own.refuse_shards if own.sharded else None
         self._counts: dict[str, list[Count]] = defaultdict(list)
@@ -368,7 +385,14 @@ class Run:
             places = [compat.storage_key(m.tensor) for m in self.members.values()]
             names = {cls.__module__ for cls in type(optimizer).__mro__[:-1]} - {"builtins", "typing"}
             muons = compat.muon_replaced(muon) if muon else contextlib.nullcontext()
-            with tensors_of_numbers(), python_on_tape({n: sys.modules[n] for n in names}), muons, self.mode:
+            known = KnownValues()
+            with (
+                tensors_of_numbers(),
+                python_on_tape({n: sys.modules[n] for n in names}),
+                muons,
+                known,
+                self.mode,
+            ):
                 own.step(optimizer)
                 if places != [compat.storage_key(m.tensor) for m in self.members.values()]:
                     raise CaptureError(
@@ -475,7 +499,7 @@ class Run:
                     if self.early is None or (id(member.tensor), key) not in self._made:
                         raise
                     self.early.is_early = False  # made of one form, and of another at the end of the first step
-        taken = [t for m in self.members.values() for t in (m.tensor, *m.state.values())]
+        taken = [part for m in self.members.values() for t in (m.tensor, *m.state.values()) for part in parts_of(t)]
         values = gradients.unshared([value for _, value in self._assigned], taken)
         for (before, _), value in zip(self._assigned, values, strict=True):
             before.copy_(value)
@@ -502,12 +526,12 @@ class Run:
             first, place = self._place(old, True), self._place(new)
             if first is None and isinstance(old, Tensor):
                 if new is not old:
-                    if not isinstance(new, Tensor) or (new.shape, new.dtype) != (old.shape, old.dtype):
+                    if not isinstance(new, Tensor) or _form(new) != _form(old):
                         raise CaptureError(
                             f"{self.own.name}.step replaces state[{key!r}], {old.dtype} of shape {list(old.shape)}, "
                             "by a value of another form, and a captured step keeps the form of its state"
                         )
-                    self._assigned.append((old, new))
+                    self._assigned += zip(parts_of(old), parts_of(new), strict=True)
             elif first is None:
                 if new is not old and not same(frozen(old), frozen(new)):
                     raise CaptureError(
@@ -524,16 +548,17 @@ class Run:
     def _create_state(self, member: StandIn, key: str, value: Any) -> None:
         """State that the step makes: numbers on the host, tensors as outputs of the graph."""
         leaves, spec = pytree.tree_flatten(value)
-        found: list[int | None] = []
+        found: list[int | Wrapped] = []
         for leaf in leaves:
             place = self._place(leaf)
             if place is None and isinstance(leaf, Tensor):
-                self.created.append(leaf)
+                inner, wrapping = unwrap(leaf)
+                self.created += inner
+                place = Wrapped(len(inner), wrapping or unwrap(member.live.detach())[1])
             elif place is None:
                 place = self._constant(leaf)
             found.append(place)
-        wrapping = unwrap(member.live.detach())[1]
-        self.host.made.append((self._holder(member), key, found, lambda t: wrap([t], wrapping), spec))
+        self.host.made.append((self._holder(member), key, found, spec))
 
     def _write_option(self, group: int | None, key: str, old: Any, value: Any) -> None:
         learned, where = self.own.learned, f"self.{key}" if group is None else f"group[{key!r}]"

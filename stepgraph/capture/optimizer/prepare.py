@@ -17,10 +17,10 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.batch_reads import reads_shape
-from stepgraph.capture.optimizer.own_step import Again, OwnStep, Run, StandIn
+from stepgraph.capture.optimizer.own_step import Again, OwnStep, Run, StandIn, as_held, parts_of
 from stepgraph.capture.optimizer.spread import momentum_alone
 from stepgraph.capture.optimizer.tape import is_number, wrapped
-from stepgraph.capture.state import unwrap
+from stepgraph.capture.state import unwrap, wrap
 from stepgraph.errors import CaptureError
 
 Tensor = torch.Tensor
@@ -65,13 +65,15 @@ class Made:
             return run.stand_for(run.count(f"state.{key}", start, no_place), value)
         if value.ndim == 0 and value.device.type == "cpu":
             run.own.learned.on_tape[key, is_scalar] = False
-        nodes = self._history(run, compat.node_of_trace(value), member)
-        if nodes is None:
+        parts, wrapping = unwrap(value)
+        histories = [self._history(run, compat.node_of_trace(part), member) for part in parts]
+        if None in histories:
             self.is_early = False
-        else:
-            self.nodes |= {node for node, live in nodes.items() if live is None}
-            made[key] = lambda: _computed(nodes)
-            run.give_input(f"state {id(member.live)} {key}", value)
+            return value
+        self.nodes |= {node for nodes in histories for node, live in nodes.items() if live is None}
+        made[key] = lambda: wrap([_computed(nodes) for nodes in histories], wrapping)
+        for name, part in _named(key, parts):
+            run.give_input(f"state {id(member.live)} {name}", part)
         return value
 
     def _history(self, run: Run, node: fx.Node | None, member: StandIn) -> dict[fx.Node, Tensor | None] | None:
@@ -99,6 +101,11 @@ class Made:
                     return None
                 pending += [(source, not reads_shape(node)) for source in node.all_input_nodes]
         return {node: found[node] for node in sorted(found)}
+
+
+def _named(key: str, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """The plain tensors inside a tensor of the state, by name."""
+    return [(key if len(parts) == 1 else f"{key}#{i}", part) for i, part in enumerate(parts)]
 
 
 def _computed(nodes: Mapping[fx.Node, Tensor | None]) -> Tensor:
@@ -192,8 +199,10 @@ class _Alone:
     def text(self) -> tuple[list[str], Made]:
         names, forms = [], []
         for live, tensor, _ in (member for group in self.groups for member in group):
-            names += [f"param {id(live)}", f"grad {id(live)}", *(f"state {id(live)} {key}" for key in self.state[live])]
-            forms += [tensor, tensor, *(unwrap(value)[0][0] for value in self.state[live].values())]
+            state = [(f"state {id(live)} {n}", part) for key, value in self.state[live].items()
+                     for n, part in _named(key, parts_of(value))]  # fmt: skip
+            names += [f"param {id(live)}", f"grad {id(live)}", *(name for name, _ in state)]
+            forms += [tensor, tensor, *(part for _, part in state)]
         with torch.no_grad(), self.mode:
             fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in forms]
         found: list[Any] = []
@@ -215,7 +224,8 @@ class _Alone:
             for live, _, path in group:
                 param, grad = next(flat).requires_grad_(), next(flat)
                 live_of[compat.node_of_trace(param)] = live
-                state = {key: next(flat) for key in self.state[live]}
+                state = {key: as_held(value, [next(flat) for _ in parts_of(value)])
+                         for key, value in self.state[live].items()}  # fmt: skip
                 groups[-1].append(StandIn(live, param, grad, state, path))
         made = Made(live_of)
         early = made if self.makes else None

@@ -11,7 +11,7 @@ from stepgraph.capture.optimizer.adafactor import AdafactorRule
 from stepgraph.capture.optimizer.adam import AdamRule
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.master import MasterAdamW
-from stepgraph.capture.optimizer.own_step import OwnStep, Run, StandIn
+from stepgraph.capture.optimizer.own_step import OwnStep, Run, StandIn, as_held
 from stepgraph.capture.optimizer.prepare import Fresh, prepare
 from stepgraph.capture.optimizer.rule import Member, Rule
 from stepgraph.capture.optimizer.sgd import SGDRule
@@ -213,7 +213,11 @@ class Update:
                 if id(param) not in known:
                     continue
                 i, part, wheres = known[id(param)]
-                state = {key: stand_in(where.start) for key, where in wheres.items() if own.optimizer.state.get(param)}
+                held = own.state_tensors(param)
+                state = {
+                    key: as_held(held[key], [stand_in(n) for n in range(where.start, where.stop)])
+                    for key, where in wheres.items() if key in held
+                }  # fmt: skip
                 made = stand_in(part.start).requires_grad_()
                 stand_ins[-1].append(StandIn(param, made, grads.get(i), state, group["paths"][i]))
                 updated |= {i} & grads.keys()

@@ -70,6 +70,7 @@ class Reads:
         self.read: list[torch.Tensor] = []  # tensors from outside the step whose values Python read
         self._environment: set[str] = set()
         self._classes: dict[type, None] = {}
+        self._list = lambda tensor: self._see_list(tensor)  # one for all traces of a step: it may be met itself
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -78,7 +79,7 @@ class Reads:
         environment = type(os.environ)
         variable = environment.__getitem__
         environment.__getitem__ = lambda environ, name: self._see_variable(variable, environ, name)
-        torch.Tensor.tolist = lambda tensor: self._see_list(tensor)  # it reads memory: no operator is called
+        torch.Tensor.tolist = self._list  # it reads memory: no operator is called
         try:
             for cls in (nn.Module, *self._classes):
                 self._note_class(cls)
