@@ -212,6 +212,10 @@ class StepOptions:
     loss_chunks: int | Literal["auto"] = "auto"
     """Split logits and loss into N chunks of the tokens to save memory; auto: as many as keep the logits near a GiB."""
 
+    tiles: int | Literal["auto"] = "auto"
+    """Compute MLPs, norms and projections in N tiles of the sequence, and again in backward, to save memory; auto: in
+    one, or with --memory peak= in as many as that takes."""
+
     fp8: Literal["off", "tensorwise", "rowwise", "rowwise-bf16-weight-gradients"] = "off"
     """Multiply in fp8 in linear layers, with one scale for each matrix or each row; heads and routers stay in bf16."""
 

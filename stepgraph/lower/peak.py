@@ -20,6 +20,8 @@ from stepgraph.passes.memory.policy import check_modules
 _FRAGMENTED, _WORKSPACES = 0.01, 64 * 2**20
 #: The search ends this close below what was asked for, or after as many rewritings.
 _CLOSE, _MOST = 0.005, 6
+#: Tiles of the sequence that are tried where recomputation and offload do not suffice.
+_TILES = (4, 16)
 #: Bytes of the logits below which smaller parts are not tried.
 _LEAST_PART = 2**26
 
@@ -50,12 +52,13 @@ def fitted(
 @dataclass(frozen=True)
 class _Try:
     """A rewriting under a ``limit``: bytes at the ``peak`` of the whole step, and of the largest graph as `fit_memory`
-    counts it."""
+    counts it. ``tiles``: of the sequence; None: as many as were asked for."""
 
     limit: float
     peak: float
     graph: float
     part_bytes: int | None
+    tiles: int | None = None
 
 
 class _Search:
@@ -81,28 +84,45 @@ class _Search:
                 p = p.with_options(**own, peak_is_fraction=False)
             elif p.name == "fuse_loss" and found.part_bytes:
                 p = p.with_options(part_bytes=found.part_bytes)
+            elif p.name == "tile_sequence" and found.tiles:
+                p = p.with_options(tiles=found.tiles)
             made.append(p)
         return made
 
-    def attempt(self, limit: float, part_bytes: int | None = None) -> _Try:
+    def attempt(self, limit: float, part_bytes: int | None = None, tiles: int | None = None) -> _Try:
         """What the step takes where `fit_memory` has this ``limit``."""
-        unknown = _Try(limit, 0.0, 0.0, part_bytes)
+        unknown = _Try(limit, 0.0, 0.0, part_bytes, tiles)
         simulated = replace(self.target, simulated=True)
         made = self.rewritten(self.program, replace(self.spec, passes=self.passes(unknown)), simulated)
         peak = peak_bytes(made, fused=self.fused)
         if self.target.device == "cuda":
             peak += _FRAGMENTED * (peak - state_bytes(made)) + _WORKSPACES
         reports = [*made.log, *(report for graph in made.graphs.values() for report in graph.log)]
-        return _Try(limit, peak, max((r.peak for r in reports), default=0), part_bytes)
+        return replace(unknown, peak=peak, graph=max((r.peak for r in reports), default=0))
 
     def best(self) -> _Try:
-        """The rewriting that keeps most, of those tried that take at most what was asked for."""
-        over, under = self.attempt(math.inf), None
+        """The rewriting that keeps most, of those tried that take at most what was asked for; in the fewest tiles."""
+        search = any(p.name == "tile_sequence" and p.options.search for p in self.spec.passes)
+        least = self._best()
+        for tiles in _TILES if search else ():
+            if least.peak > self.asked:
+                least = min(least, self._best(tiles), key=lambda found: found.peak)
+        if least.peak <= self.asked:
+            return least
+        enough = math.ceil(least.peak / 2**30 * 1e3) / 1e3
+        raise ValueError(
+            f"memory peak={self.asked / 2**30:.4g}GiB cannot be met: with all that can be recomputed or offloaded the "
+            f"step takes {least.peak / 2**30:.4g} GiB; ask for at least peak={enough:g}GiB, or make the batch smaller"
+        )
+
+    def _best(self, tiles: int | None = None) -> _Try:
+        """The same with ``tiles``; if none takes so little, the one that takes least."""
+        over, under = self.attempt(math.inf, None, tiles), None
         if over.peak <= self.asked:
             return over
         limit = over.graph - (over.peak - self.asked)
         for _ in range(_MOST):
-            found = self._in_parts(self.attempt(max(limit, 0.0), over.part_bytes))
+            found = self._in_parts(self.attempt(max(limit, 0.0), over.part_bytes, tiles))
             if found.peak > self.asked:
                 if found.graph > found.limit:  # nothing is left to give up
                     break
@@ -113,21 +133,14 @@ class _Search:
                 break
             limit = found.limit + 0.9 * (self.asked - found.peak)
             limit = limit if limit < over.limit else (found.limit + min(over.limit, over.graph)) / 2
-        under = under or self.attempt(0.0, over.part_bytes)
-        if under.peak <= self.asked:
-            return under
-        enough = math.ceil(under.peak / 2**30 * 1e3) / 1e3
-        raise ValueError(
-            f"memory peak={self.asked / 2**30:.4g}GiB cannot be met: with all that can be recomputed or offloaded the "
-            f"step takes {under.peak / 2**30:.4g} GiB; ask for at least peak={enough:g}GiB, or make the batch smaller"
-        )
+        return under or self.attempt(0.0, over.part_bytes, tiles)
 
     def _in_parts(self, found: _Try) -> _Try:
         """``found``; where nothing is left to give up, with smaller parts of the logits, as long as they help."""
         parts = next((p.options.part_bytes for p in self.spec.passes if p.name == "fuse_loss"), 0)
         while found.peak > self.asked and found.graph > found.limit and parts > _LEAST_PART:
             parts //= 4
-            smaller = self.attempt(found.limit, parts)
+            smaller = self.attempt(found.limit, parts, found.tiles)
             if smaller.peak >= found.peak:
                 break
             found = smaller

@@ -8,7 +8,7 @@ from stepgraph.errors import require_words, unknown_name
 from stepgraph.options import StepOptions, choices
 from stepgraph.passes.contract import get
 from stepgraph.passes.loss.chunk import check_chunks
-from stepgraph.passes.memory.policy import parse_policy
+from stepgraph.passes.memory.policy import check_tiles, parse_policy
 
 
 def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | None = None) -> None:
@@ -23,6 +23,7 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
         require_words(name, getattr(options, name))
     parse_policy(options.memory)
     check_chunks(options.loss_chunks)
+    check_tiles(options.tiles)
     for name in options.disable_pass:
         get(name)
     if options.passes == "exact" and options.norm != "auto":
@@ -47,6 +48,10 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
         raise ValueError("copy_engines serves FSDP and nothing is sharded: add fsdp=2 to the mesh")
     if options.fp8 != "off" and options.passes == "exact":
         raise ValueError(f"fp8={options.fp8} rounds to fp8, which passes=exact forbids: drop one of them")
+    if options.tiles not in ("auto", 1) and options.passes == "exact":
+        raise ValueError(
+            f"tiles={options.tiles} sums over tokens in parts, which passes=exact forbids: drop one of them"
+        )
     if options.fp8_skip and options.fp8 == "off":
         raise ValueError("fp8_skip leaves layers out of fp8 and fp8=off: add fp8=tensorwise or rowwise, or drop it")
     if options.fp8_experts and options.fp8 == "off":

@@ -33,6 +33,7 @@ import stepgraph.passes.matmul.lora
 import stepgraph.passes.memory.fit
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
+import stepgraph.passes.memory.tiles
 import stepgraph.passes.moe.adapters
 import stepgraph.passes.moe.experts
 import stepgraph.passes.moe.fp8
@@ -70,6 +71,7 @@ ORDER = (
     "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "attention",  # numerics: each attention by the fastest backend
+    "tile_sequence",  # numerics: what treats tokens one by one, in tiles of the sequence
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager

@@ -73,6 +73,12 @@ def _measured(name: str, value: str) -> MemoryPolicy:
     return MemoryPolicy("peak", peak=number / 100 if share else number, peak_is_fraction=share)
 
 
+def check_tiles(tiles: int | str) -> None:
+    """Raises ``ValueError`` unless ``tiles`` is a number of tiles."""
+    if tiles != "auto" and (type(tiles) is not int or tiles < 1):
+        raise ValueError(f"tiles={tiles}; allowed: auto, or a number of tiles from 1 on, as 8")
+
+
 def module_actions(modules: Sequence[tuple[str, str]]) -> Callable[[str], tuple[str, str] | None]:
     """Called with a module path: (its action by ``modules``, the path of the module that a pattern names), or None."""
     patterns = [(re.compile(pattern_of(text) + r"(?=\.|$)"), action) for text, action in reversed(modules)]

@@ -34,7 +34,13 @@ aten = torch.ops.aten
 MAX_CHAIN = 12
 
 
-@register("recompute", "exact", options=MemoryPolicy(), from_options=lambda options: vars(parse_policy(options.memory)))
+@register(
+    "recompute",
+    "exact",
+    options=MemoryPolicy(),
+    after=("tile_sequence",),
+    from_options=lambda options: vars(parse_policy(options.memory)),
+)
 def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> None:
     """Trade memory for time: recompute forward results in backward by a memory policy."""
     plan = Plan(step)
@@ -147,9 +153,9 @@ class Plan:
 
     def leaves_block(self, root: fx.Node) -> bool:
         """Whether a repeated block made the result and forward reads it outside."""
-        return self.block[root] is not None and self._crosses(root, self.block)
+        return self.block[root] is not None and self.crosses(root, self.block)
 
-    def _crosses(self, root: fx.Node, region: dict[fx.Node, object]) -> bool:
+    def crosses(self, root: fx.Node, region: dict[fx.Node, object]) -> bool:
         """Whether forward nodes of another region read the result."""
         return any(
             self._is_forward(user) and region[user] != region[root]
@@ -169,7 +175,7 @@ class Plan:
     def checkpointed(self) -> set[fx.Node]:
         """What the model's own ``torch.utils.checkpoint`` calls ask to recompute."""
         region = {n: (provenance(n).checkpoint if provenance(n) else None) for n in self.nodes}
-        return {n for n in self.candidates() if region[n] is not None and not self._crosses(n, region)}
+        return {n for n in self.candidates() if region[n] is not None and not self.crosses(n, region)}
 
     def by_module(self, dropped: set[fx.Node], modules: Sequence[tuple[str, str]]) -> set[fx.Node]:
         """``dropped`` with the exceptions of ``modules`` (see `MemoryPolicy`): a module that recomputes keeps what
@@ -177,14 +183,14 @@ class Plan:
         find = module_actions(modules)
         found = {n: find(p.path) if (p := provenance(n)) else None for n in self.nodes} if modules else {}
         again = {n for n in self.candidates() if (a := found.get(n)) and a[0] == "recompute"}
-        inside = {n for n in again if not self._crosses(n, found)}
+        inside = {n for n in again if not self.crosses(n, found)}
         return {n for n in dropped if not (a := found.get(n)) or a[0] != "keep"} | inside
 
     def full(self) -> set[fx.Node]:
         """Everything inside repeated blocks except what leaves them."""
         end = self._end_of_forward()
         inside = (n for n in self.candidates() if self.block[n] is not None or not (self.step.blocks or n in end))
-        return {n for n in inside if not self._crosses(n, self.block)}
+        return {n for n in inside if not self.crosses(n, self.block)}
 
     def selective(self) -> set[fx.Node]:
         """Cheap operators, in chains of at most ``MAX_CHAIN``, that do not cross blocks."""
@@ -192,7 +198,7 @@ class Plan:
         depth: dict[fx.Node, int] = {}
         end = self._end_of_forward()
         for node in self.candidates():
-            if node in end or self.is_expensive(node) or self._crosses(node, self.block):
+            if node in end or self.is_expensive(node) or self.crosses(node, self.block):
                 continue
             length = 1 + max((depth.get(s, 0) for s in self.sources(node)), default=0)
             if length <= MAX_CHAIN:
