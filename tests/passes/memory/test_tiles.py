@@ -141,7 +141,7 @@ def test_loss_and_update_are_those_of_eager(name, samples, tiles, memory):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiles_round_as_little_as_eager_and_repeat_every_bit(dtype):
-    """The allowance for a gradient is a few roundings of its largest entry: a sum of four tiles is rounded four times."""
+    """Within a few roundings of a gradient's largest entry: a sum of four tiles is rounded four times."""
     model, twin, loss, batch = made("llama", dtype)
     other = copy.deepcopy(model)
     found = captured(model, loss, batch, 4)(batch)
