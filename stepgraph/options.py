@@ -142,6 +142,9 @@ class MeshOptions:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
+    context: Literal["auto", "ulysses", "gather"] = "auto"
+    """With cp: exchange tokens for heads (ulysses), or gather keys and values; auto: by heads where cp divides them."""
+
     pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
     """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
 

@@ -34,6 +34,7 @@ from stepgraph.compat.compiler import (
     triton_cache,
 )
 from stepgraph.compat.distributed import (
+    all_gather,
     all_reduce,
     all_to_all,
     begin_all_to_all,
@@ -43,6 +44,7 @@ from stepgraph.compat.distributed import (
     init_fake_world,
     name_group,
     process_group,
+    reduce_scatter,
     register_work,
     several_gloo_threads,
     single_gloo_thread,

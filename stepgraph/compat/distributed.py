@@ -29,6 +29,18 @@ def begin_all_to_all(parts: torch.Tensor, group: torch.distributed.ProcessGroup)
     return torch.ops._c10d_functional.all_to_all_single(parts, sizes, sizes, group.group_name)
 
 
+def all_gather(part: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """The equal ``part`` of each rank of ``group``, one after the other along dimension 0. In a trace, as two nodes."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(part, group.size(), group.group_name))
+
+
+def reduce_scatter(terms: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    """This rank's part, along dimension 0, of the sum of the ranks' ``terms``. In a trace, as two nodes."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(terms, "sum", group.size(), group.group_name))
+
+
 def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
     """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
     if mesh.size() == torch.distributed.get_world_size():

@@ -74,10 +74,10 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         else:  # fp32 shards, which bf16 training gathers in bf16
             plan = family_of(config.model).tp_plan(config.model)
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
-            names = ("expert_capacity", "expert_chunks", "expert_exchange")
-            experts = {name: getattr(config, name) for name in names}
+            names = ("expert_capacity", "expert_chunks", "expert_exchange", "context")
+            ways = {name: getattr(config, name) for name in names}
             pipeline = _pipeline(config, model, mesh) if mesh.axis("pp") is not None else None
-            parallel.parallelize(model, mesh, plan, device=device, pipeline=pipeline, **experts, **dtypes)
+            parallel.parallelize(model, mesh, plan, device=device, pipeline=pipeline, **ways, **dtypes)
     except RuntimeError as failure:
         if not is_out_of_memory(failure):
             raise

@@ -24,6 +24,7 @@ from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.models.preference import PAIR, PAIR_TOKENS
 from stepgraph.models.transformers.transformers import CausalLMConfig, lora_options, takes_positions
 from stepgraph.parallel import SCHEDULES, MeshSpec, check_schedule
+from stepgraph.parallel.context import form_of
 from stepgraph.parallel.pipeline.layout import check_blocks, check_split
 from stepgraph.passes.options import check_step
 
@@ -309,6 +310,7 @@ def _check_mesh(config: TrainConfig) -> None:
         "stage_sends": ("point-to-point", spec and spec.pp > 1, _STAGES),
         "expert_chunks": (1, spec and spec.ep > 1, _EXPERTS),
         "expert_exchange": ("collectives", spec and spec.ep > 1, _EXPERTS),
+        "context": ("auto", spec and spec.cp > 1, "shared sequences and there are none: add cp=2 to the mesh"),
         "reshard": ("auto", spec, _RANKS),
         "reduce_dtype": ("fp32", spec, _RANKS),
     }
@@ -337,16 +339,22 @@ def _check_mesh(config: TrainConfig) -> None:
 
 
 def _check_context(config: TrainConfig, spec: MeshSpec) -> None:
-    """Ranks of cp share sequences and heads, of which a rank of tp has a part."""
+    """Ranks of cp share sequences, and by ulysses heads, of which a rank of tp has a part."""
     if spec.cp == 1:
         return
-    whole = {"seq_len": config.seq_len, "n_heads": config.model.n_heads}
-    whole |= (
-        {}
-        if spec.cp % (kv := getattr(config.model, "n_kv_heads", spec.cp) // spec.tp) == 0
-        else {"n_kv_heads": kv * spec.tp}
-    )
-    spec.check_divides({f"{n} / tp" if spec.tp > 1 else n: size // spec.tp for n, size in whole.items()}, "cp")
+    heads = config.model.n_heads
+    kv_heads = getattr(config.model, "n_kv_heads", heads)
+    if form_of(heads // spec.tp, kv_heads // spec.tp, spec.cp, config.context) == "gather":
+        parts = spec.cp * math.lcm(2, spec.tp)
+        if config.seq_len % parts:
+            raise ValueError(
+                f"context=gather over {spec} cuts sequences into {parts} parts, which do not divide "
+                f"seq_len={config.seq_len}; try seq_len={config.seq_len // parts * parts or parts}"
+            )
+    else:
+        whole = {"seq_len": config.seq_len, "n_heads": heads}
+        whole |= {} if spec.cp % (kv_heads // spec.tp) == 0 else {"n_kv_heads": kv_heads}
+        spec.check_divides({f"{n} / tp" if spec.tp > 1 else n: size // spec.tp for n, size in whole.items()}, "cp")
     if spec.pp > 1:
         raise ValueError(f"mesh {spec} has stages and shares sequences, which are not tested together: drop pp or cp")
 

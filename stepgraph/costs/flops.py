@@ -77,7 +77,9 @@ def flops(node: fx.Node) -> int:
         return sum(_WINDOWED[node.target]) * 2 * q.shape[0] * q.shape[2] * q.shape[3] * _visible(q.shape[1], *sides)
     if node.target in _DOCUMENTS:  # as if every document were the longest: the lengths are on the device
         (T, H, d), longest = argument(node, "query").meta["val"].shape, argument(node, "longest")
-        products = attention_flops(_DOCUMENTS[node.target], H * T * min(longest, T), d, d)
+        # The queries of a rank that shares a sequence see half of all keys on average.
+        keys = argument(node, "key_longest") or min(longest, T)
+        products = attention_flops(_DOCUMENTS[node.target], H * T * keys, d, d)
         return products // (2 if argument(node, "causal") else 1)
     if node.target is aten._grouped_mm.default:
         return 2 * values[0].numel() * node.meta["val"].shape[-1]

@@ -10,15 +10,21 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
+from stepgraph import compat
 from stepgraph.capture import gradients
+from stepgraph.compat.replaced import replaced
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize, whole_tensor
+from stepgraph.parallel.context import context_of
 from stepgraph.parallel.layout import Layout
 
 #: By what accelerate's launcher asks for FSDP, and for sizes of a mesh.
@@ -33,11 +39,11 @@ def mesh_spec(args: TrainingArguments, mesh: str | None) -> MeshSpec | None:
     world = args.world_size
     if spec is not None:
         spec.check_world(world)
-        if spec.cp * spec.tp * spec.pp > 1:
-            raise ValueError(f"mesh {spec}: GraphTrainer takes the axes fsdp, ddp, hsdp and ep; drop cp, tp and pp")
+        if spec.tp * spec.pp > 1:
+            raise ValueError(f"mesh {spec}: GraphTrainer takes the axes fsdp, ddp, hsdp, cp and ep; drop tp and pp")
     if world == 1:
         return None
-    replicas = _replicas(args)
+    replicas, context = _replicas(args)
     shards = _checked_fsdp(args)
     for name in ("bf16_full_eval", "fp16_full_eval", "auto_find_batch_size"):
         if getattr(args, name):
@@ -46,7 +52,8 @@ def mesh_spec(args: TrainingArguments, mesh: str | None) -> MeshSpec | None:
         return spec
     if world % replicas:
         raise ValueError(f"dp_replicate_size={replicas} does not divide {world} processes; give a divisor")
-    return MeshSpec(dp_replicate=replicas, dp_shard=world // replicas) if shards else MeshSpec(dp_replicate=world)
+    sizes = {"dp_replicate": replicas, "dp_shard": world // replicas} if shards else {"dp_replicate": world}
+    return MeshSpec(**sizes, cp=context)
 
 
 def _asked(name: str) -> bool:
@@ -81,19 +88,21 @@ def _checked_fsdp(args: TrainingArguments) -> bool:
     return True
 
 
-def _replicas(args: TrainingArguments) -> int:
-    """HSDP's replicas, from accelerate's ``ParallelismConfig``."""
+def _replicas(args: TrainingArguments) -> tuple[int, int]:
+    """(HSDP's replicas, ranks that share sequences), from accelerate's ``ParallelismConfig``."""
     config = args.parallelism_config
     if config is None and _asked(_SIZES):
         from accelerate import ParallelismConfig
 
         config = ParallelismConfig()
     if config is None:
-        return 1
-    for name in ("tp_size", "cp_size", "sp_size"):
+        return 1, 1
+    for name in ("tp_size", "sp_size"):
         if getattr(config, name, 1) > 1:
-            raise ValueError(f"parallelism_config.{name}={getattr(config, name)}: GraphTrainer takes dp sizes only")
-    return config.dp_replicate_size
+            raise ValueError(
+                f"parallelism_config.{name}={getattr(config, name)}: GraphTrainer takes sizes of dp and cp only"
+            )
+    return config.dp_replicate_size, getattr(config, "cp_size", 1)
 
 
 @contextlib.contextmanager
@@ -109,6 +118,52 @@ def plain_ranks(args: TrainingArguments) -> Iterator[None]:
         os.environ.update(held)
         for name, value in arguments.items():
             setattr(args, name, value)
+
+
+def share_data(accelerator: Accelerator, spec: MeshSpec) -> None:
+    """Let the ranks of ``spec.cp``, neighbours that share sequences, read the same batches; what is gathered for
+    metrics has each of them once."""
+    prepare, gather, gather_for_metrics = (
+        accelerator.prepare_data_loader, accelerator.gather, accelerator.gather_for_metrics,
+    )  # fmt: skip
+    readers = {"num_processes": spec.dp, "process_index": accelerator.process_index // spec.cp}
+
+    def prepare_with(loader: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("dispatch_batches", None):
+            raise ValueError("dispatch_batches=True sends every rank another batch, and ranks of cp read one; drop it")
+        return accelerate.data_loader.prepare_data_loader(
+            loader, *args, **kwargs | readers | {"torch_device_mesh": None}, dispatch_batches=False
+        )
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        with replaced(accelerate.accelerator, prepare_data_loader=prepare_with):
+            return prepare(*args, **kwargs)
+
+    def once(data: Any) -> Any:
+        return recursively_apply(lambda x: x.unflatten(0, (spec.dp, spec.cp, -1))[:, 0].flatten(0, 1), gather(data))
+
+    def gathered(data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object:
+            raise ValueError(
+                "eval_use_gather_object=True gathers from every rank, and those of cp have one batch; drop"
+            )
+        with replaced(accelerator, gather=once):
+            return gather_for_metrics(data)
+
+    accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepared, gathered
+
+
+@torch.no_grad()
+def whole_predictions(model: nn.Module, mesh: Mesh, loss: Any, logits: Any, tokens: int) -> tuple[Any, Any]:
+    """(the mean of the ranks' ``loss``, all tokens' ``logits``) where ranks of cp share sequences of ``tokens``."""
+    context = context_of(model)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return context.whole(x) if x.ndim > 1 and x.shape[1] == tokens // context.ranks else x
+
+    if loss is not None:
+        loss = compat.all_reduce(loss, "sum", mesh.context_group) / context.ranks
+    return loss, None if logits is None else recursively_apply(whole, logits)
 
 
 @torch.no_grad()
@@ -134,8 +189,9 @@ def shard(model: nn.Module, mesh: Mesh, args: TrainingArguments, options: Mappin
             whole = _of_first_rank(weights[name], args.device)
             placed[name].own(param.to_local()).copy_(placed[name].cut(whole))
             done[id(given[name])] = param
-    for name, buffer in model.named_buffers():
-        buffer.copy_(_of_first_rank(buffers[name], args.device))
+    now = dict(model.named_buffers())
+    for name, buffer in buffers.items():  # not those that say which rank this is
+        now[name].copy_(_of_first_rank(buffer, args.device))
     return done
 
 

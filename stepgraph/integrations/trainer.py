@@ -53,7 +53,8 @@ class GraphTrainer(Trainer):
     Args:
         passes: as in `stepgraph.capture`: ``"exact"`` trains bit for bit as ``Trainer``, ``"default"`` is the fast one.
         mesh: under torchrun or ``accelerate launch``, how ranks share the model: ``"fsdp=2"``, ``"ddp=2"``,
-            ``"hsdp=2x2"``, ``"fsdp=2,ep=2"``. None: as ``args`` say, sharded with ``fsdp`` and replicated without.
+            ``"hsdp=2x2"``, ``"fsdp=2,ep=2"``, ``"fsdp=2,cp=2"``. None: as ``args`` say, sharded with ``fsdp`` and
+            replicated without.
         parallel: further keyword arguments of `stepgraph.parallel.parallelize`, such as ``expert_capacity``.
 
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
@@ -115,11 +116,31 @@ class GraphTrainer(Trainer):
                     f"{owner.__name__}.training_step would not run: a graph replaces training_step; move what it does "
                     "into compute_loss or a callback"
                 )
+        if self._spec is not None and self._spec.cp > 1:
+            self._refuse_losses_of_logits()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
                 "the Accelerator wraps models by DeepSpeed or FSDP; ask for shards by TrainingArguments(fsdp=True) or "
                 "GraphTrainer(mesh='fsdp=2')"
             )
+
+    def _refuse_losses_of_logits(self) -> None:
+        """Where ranks share sequences a model computes its own loss, from labels that it shifts before it splits."""
+        bases = type(self).__mro__
+        owners = [b for b in bases[: bases.index(Trainer)] if b is not GraphTrainer and "compute_loss" in vars(b)]
+        found = {
+            "label_smoothing_factor": self.label_smoother is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+        }
+        for owner in owners:
+            names = inspect.unwrap(vars(owner)["compute_loss"]).__code__.co_names
+            found[f"{owner.__name__}.compute_loss"] = "logits" in names
+        for name, reads in found.items():
+            if reads:
+                raise ValueError(
+                    f"{name} computes a loss from the logits of whole sequences, of which a rank of cp has a part; "
+                    "drop it for the model's own loss, or drop cp"
+                )
 
     # Several ranks
 
@@ -132,6 +153,8 @@ class GraphTrainer(Trainer):
             gather = self.accelerator.gather_for_metrics
             self.accelerator.gather_for_metrics = partial(_gathered_for_metrics, gather)
         else:
+            if self._spec.cp > 1:
+                ranks.share_data(self.accelerator, self._spec)
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = lambda model, *_, **__: prepare(
                 model, device_placement=False, evaluation_mode=True
@@ -340,6 +363,18 @@ class GraphTrainer(Trainer):
                 run()
             finally:
                 self._storing, (state.global_step, state.epoch) = False, now
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """As ``Trainer``'s; ranks that share sequences read one batch."""
+        return super().get_total_train_batch_size(args) // (1 if self._spec is None else self._spec.cp)
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple:
+        """As ``Trainer``'s; with cp, of whole sequences."""
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        if self._mesh is not None and self._mesh.spec.cp > 1:
+            tokens = inputs["input_ids"].shape[1]
+            loss, logits = ranks.whole_predictions(model, self._mesh, loss, logits, tokens)
+        return loss, logits, labels
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As ``Trainer.evaluate``."""

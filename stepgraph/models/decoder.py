@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from stepgraph.models.cache import Cache, LayerCache, tokens_in
-from stepgraph.models.context import Context, own_part
-from stepgraph.models.documents import attend_within, check_positions, document_mask
+from stepgraph.models.context import Context, own_mask, own_part
+from stepgraph.models.documents import attend_within, check_positions
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, YarnScaling, apply_rope, rope_tables
 
@@ -59,17 +59,19 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.context is not None:
-            q, k, v = self.context.by_heads(q, k, v)
-        if mask is None:
-            causal = cache is None or T > 1
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
-        elif isinstance(mask, BlockMask):
-            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if mask is None:
+                causal = cache is None or T > 1
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
+            if isinstance(mask, BlockMask):
+                return flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
+            return attend_within(q, k, v, mask, self.scale)
+
+        if self.context is None:
+            y = attention(q, k, v)
         else:
-            y = attend_within(q, k, v, mask, self.scale)
-        if self.context is not None:
-            y = self.context.by_tokens(y)
+            y = self.context.attend(attention, q, k, v, mask, self.scale)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -139,7 +141,7 @@ class Decoder(nn.Module):
         self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
     ) -> BlockMask | torch.Tensor | None:
         """The mask that the blocks attend with, in a stream of ``dtype``; None: causal."""
-        return None if positions is None else document_mask(positions, dtype)
+        return own_mask(self, tokens, positions, dtype)
 
     def forward(
         self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None

@@ -11,19 +11,27 @@ import torch.nn.functional as F
 HIDDEN = torch.finfo(torch.float16).min
 
 
-def document_mask(positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def document_mask(
+    positions: torch.Tensor, dtype: torch.dtype, place: torch.Tensor | None = None, keys: int | None = None
+) -> torch.Tensor:
     """What is added to the scores (B, H, T, T): 0 where a query sees a key, else what leaves it no weight; (B, 1, T, T)
+    With ``place`` (t,): of queries that are the tokens there of ``keys`` tokens, with ``positions`` (B, t).
 
     It takes ``B * T * T`` elements once, for all layers and heads: made in the dtype that attention computes in, which
     is ``dtype`` or that of autocast, so that no layer makes it again.
     """
     device = positions.device
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    place = torch.arange(positions.shape[1], device=device)
+    dtype = computed_in(dtype, device)
+    key = torch.arange(keys or positions.shape[1], device=device)
+    place = key if place is None else place
     first = (place - positions).unsqueeze(2)  # (B, T, 1): the key that begins the query's document
-    seen = (first <= place) & (place <= place.unsqueeze(1))  # (B, T, T)
+    seen = (first <= key) & (key <= place.unsqueeze(1))  # (B, T, T)
     return torch.zeros((), dtype=dtype, device=device).where(seen, HIDDEN).unsqueeze(1)
+
+
+def computed_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of attention in a stream of ``dtype``: that of autocast where it is enabled."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def attend_within(

@@ -11,7 +11,7 @@ from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.router import Router
-from stepgraph.parallel.context import share_sequences
+from stepgraph.parallel.context import ContextForm, share_sequences
 from stepgraph.parallel.expert_chunks import chunk_experts
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
 from stepgraph.parallel.experts import ExpertExchange, exchange_over, expert_paths, expert_splits
@@ -38,6 +38,7 @@ def parallelize(
     expert_capacity: float = 2.0,
     expert_chunks: int = 1,
     expert_exchange: str = "collectives",
+    context: ContextForm = "auto",
     pipeline: Pipeline | None = None,
 ) -> nn.Module:
     """Shard the parameters of ``model`` over ``mesh``, in place, and return it.
@@ -59,6 +60,8 @@ def parallelize(
             travels while another is computed (see `stepgraph.parallel.expert_chunks`).
         expert_exchange: with ``ep``, how tokens travel: by torch's ``collectives``, or within a machine over
             ``symmetric`` memory (see `stepgraph.parallel.expert_symmetric`).
+        context: with ``cp``, how attention sees the tokens of all ranks: ``ulysses`` (ranks exchange tokens for heads),
+            ``gather`` (keys and values of all ranks); auto: by heads where the ranks divide them.
         pipeline: the model's stages, from `plan_pipeline`. Needed where the mesh has ``pp``. Parameters of other ranks'
             stages then stay, or go, on the meta device; give an optimizer the ones that `held_parameters` names.
 
@@ -81,7 +84,7 @@ def parallelize(
         place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)
         register_place(model, place)  # for the loss
     if mesh.spec.cp > 1:
-        share_sequences(model, mesh, device or next(model.parameters()).device)
+        share_sequences(model, mesh, device or next(model.parameters()).device, context)
     experts = expert_paths(model, mesh.spec) if mesh.experts is not None else set()
     if experts:
         if expert_exchange not in EXCHANGES:

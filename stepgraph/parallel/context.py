@@ -1,47 +1,62 @@
 """Context parallelism: the ranks of ``cp`` share sequences, and each has the tokens of one part.
 
-All that works on tokens separately works on this rank's part. Attention sees all tokens, for some of the heads:
-
-    q, k, v (B, H, T / P, d) -> all_to_all -> (B, H / P, T, d) -> attention -> all_to_all -> (B, H, T / P, d)
-
-so that its kernels, causal masks and masks of packed documents are those of one rank. Where there are fewer heads of
-keys and values than ranks, ranks get copies. Every rank reads the whole batch and takes its part in the graph, by a
-buffer that says which: all ranks have the same graph.
-
-Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+All that works on tokens separately works on this rank's part. Attention sees all tokens, in one of two ways: of some of
+the heads (`Ulysses`), or with the gathered keys and values of all ranks (`stepgraph.parallel.context_gather`).
+Every rank reads the whole batch and takes its part in the graph, by a buffer that says which: all ranks have the same
+graph.
 """
 
+from collections.abc import Callable
+from typing import Literal, get_args
+
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from stepgraph.errors import unknown_name
 from stepgraph.models.context import PLACE
+from stepgraph.models.documents import document_mask
 from stepgraph.parallel.all_to_all import AllToAll
-from stepgraph.parallel.context_transformers import models_of_transformers, share
+from stepgraph.parallel.context_gather import GatheredKeys
+from stepgraph.parallel.context_ranks import ContextRanks
+from stepgraph.parallel.context_transformers import CONTEXT, models_of_transformers, share
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import register_place
 
+#: How attention sees the tokens of all ranks; auto: by heads where the ranks divide them.
+ContextForm = Literal["auto", "ulysses", "gather"]
 
-class Context:
-    """The ranks that share sequences: `stepgraph.models.context.Context` over ``mesh``."""
 
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.ranks = mesh, mesh.spec.cp
+class Ulysses(ContextRanks):
+    """`stepgraph.models.context.Context` by heads:
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks themselves."""
-        return self.mesh.context_group
+        q, k, v (B, H, T / P, d) -> all_to_all -> (B, H / P, T, d) -> attention -> all_to_all -> (B, H, T / P, d)
 
-    def part(self, x: torch.Tensor, place: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The part ``place`` of ``x`` along ``dim``. ``ValueError`` for a length that the ranks do not divide."""
-        if x.shape[dim] % self.ranks:
-            fits = x.shape[dim] // self.ranks * self.ranks or self.ranks
-            raise ValueError(f"cp={self.ranks} does not divide the sequence length {x.shape[dim]}; try {fits}")
-        return x.unflatten(dim, (self.ranks, -1)).index_select(dim, place).squeeze(dim)
+    so that the kernels and masks of attention are those of one rank. Where there are fewer heads of keys and values
+    than ranks, ranks get copies.
 
-    def by_heads(self, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each (B, H, T / P, d) -> (B, H / P, T, d). ``ValueError`` for heads that the ranks cannot share."""
+    Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
+    """
+
+    def mask(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, place: torch.Tensor
+    ) -> torch.Tensor | None:
+        """That of one rank."""
+        return None if positions is None else document_mask(positions, dtype)
+
+    def attend(
+        self,
+        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """``attention`` of this rank's heads. ``ValueError`` for heads that the ranks cannot share."""
+        return self._by_tokens(attention(*self._by_heads(*self.cast(q, k, v))))
+
+    def _by_heads(self, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each (B, H, T / P, d) -> (B, H / P, T, d)."""
         B, _, t, _ = xs[0].shape
         rows = [self._by_rank(x).transpose(1, 2).reshape(B * t, self.ranks, -1).transpose(0, 1) for x in xs]
         came = AllToAll.apply(torch.cat(rows, -1).contiguous(), self.group, "activation", "cp")  # (P, B t, widths)
@@ -49,7 +64,7 @@ class Context:
         parts = whole.split([row.shape[-1] for row in rows], -1)
         return tuple(part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2) for part, x in zip(parts, xs, strict=True))
 
-    def by_tokens(self, y: torch.Tensor) -> torch.Tensor:
+    def _by_tokens(self, y: torch.Tensor) -> torch.Tensor:
         """(B, H / P, T, d) -> (B, H, T / P, d)."""
         B, _, T, d = y.shape
         rows = y.transpose(1, 2).reshape(B, self.ranks, T // self.ranks, -1).transpose(0, 1).flatten(1, 2)
@@ -61,28 +76,60 @@ class Context:
         heads, ranks = x.shape[1], self.ranks
         if heads % ranks and ranks % heads:
             fits = [n for n in range(1, ranks) if heads % n == 0]
-            raise ValueError(f"cp={ranks} does not divide the {heads} heads of attention; try cp={fits[-1]}")
+            raise ValueError(
+                f"cp={ranks} does not divide the {heads} heads of attention; try cp={fits[-1]}, or context=gather"
+            )
         return x if heads % ranks == 0 else x.repeat_interleave(ranks // heads, dim=1)
 
-    def __deepcopy__(self, memo: dict) -> "Context":
-        return self
+
+def form_of(heads: int, kv_heads: int, ranks: int, asked: ContextForm = "auto") -> ContextForm:
+    """``ulysses`` or ``gather``: what is ``asked``, else by the ``heads`` of a rank of ``tp``.
+
+    By heads, a rank sends about (H + H_kv) / P of its tokens' channels and attends by the fastest kernels; it gathers
+    (P - 1) times those of H_kv, keeps them for backward, and attends by FlashAttention 2. So heads come first.
+    """
+    if asked not in get_args(ContextForm):
+        raise unknown_name("context", asked, get_args(ContextForm))
+    divides = heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+    return ("ulysses" if divides else "gather") if asked == "auto" else asked
 
 
-def share_sequences(model: nn.Module, mesh: Mesh, device: torch.device | str) -> None:
+def _heads(model: nn.Module, mesh: Mesh) -> tuple[int, int]:
+    """The heads of attention, and of its keys and values, of a rank of ``tp``."""
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "n_heads", None) or getattr(config, "num_attention_heads", mesh.spec.size)
+    kv_heads = getattr(config, "n_kv_heads", None) or getattr(config, "num_key_value_heads", None) or heads
+    return heads // mesh.spec.tp, kv_heads // mesh.spec.tp
+
+
+def context_of(model: nn.Module) -> ContextRanks:
+    """The ranks that share the sequences of ``model``, which `share_sequences` has given it."""
+    found = (getattr(m, name, None) for m in model.modules() for name in ("context", CONTEXT))
+    return next(one for one in found if one is not None)
+
+
+def share_sequences(model: nn.Module, mesh: Mesh, device: torch.device | str, form: ContextForm) -> None:
     """Let the ranks of ``cp`` share the sequences of ``model``: a model with ``context``, as those of
-    `stepgraph.models`, or of transformers. ``ValueError`` for another."""
-    context, place = Context(mesh), torch.full((), mesh.cp_place, dtype=torch.int64, device=device)
+    `stepgraph.models`, or of transformers. ``ValueError`` for another, and for an unknown ``form``."""
     found = {path: module for path, module in model.named_modules() if hasattr(module, "context")}
     readers = [m for path, m in found.items() if not any(path != o and path.startswith(o and f"{o}.") for o in found)]
-    for module in found.values():
-        module.context = context
-    for module in models_of_transformers(model):
-        share(module, context)
-        readers.append(module)
+    readers += models_of_transformers(model)
     if not readers:
         raise ValueError(
             f"mesh {mesh.spec} splits sequences and {type(model).__name__} has no attention that takes parts of them; "
             "drop cp, or give a model of stepgraph.models or transformers"
         )
+    form = form_of(*_heads(readers[0], mesh), mesh.spec.cp, form)
+    if form == "gather" and getattr(getattr(readers[0], "config", None), "attention", None) == "flex":
+        raise ValueError("attention='flex' has the causal mask of whole sequences, not of context=gather; choose sdpa")
+    context, place = (
+        {"ulysses": Ulysses, "gather": GatheredKeys}[form](mesh),
+        torch.full((), mesh.cp_place, dtype=torch.int64, device=device),
+    )
+    for module in found.values():
+        module.context = context
+    for module in models_of_transformers(model):
+        share(module, context)
     for module in readers:
         register_place(module, place, PLACE)

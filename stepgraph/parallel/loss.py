@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stepgraph import compat
 from stepgraph.models.context import PLACE
 from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
-from stepgraph.parallel.context import Context
+from stepgraph.parallel.context import context_of
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import place_in
 
@@ -112,15 +112,15 @@ def next_token_loss(mesh: Mesh) -> LossFn:
     with ``batch["targets_per_row"]``, of each rank's own rows, that over all targets. Ranks of ``cp`` give the same
     batch, and each computes the loss of its part of the tokens; the mean of their losses is that over all targets.
     """
-    tp, cp = mesh.axis("tp"), Context(mesh) if mesh.spec.cp > 1 else None
+    tp = mesh.axis("tp")
 
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         with added_losses() as others:
             logits, targets = logits_of(model, batch).flatten(0, 1), batch["targets"]
         count = usual_count(batch)
-        if cp is not None:
-            count = ((targets != IGNORE).sum() if count is None else count) / cp.ranks
-            targets = cp.part(targets, place_in(model, PLACE))
+        if mesh.spec.cp > 1:
+            count = ((targets != IGNORE).sum() if count is None else count) / mesh.spec.cp
+            targets = context_of(model).part(targets, place_in(model, PLACE))
         targets = targets.flatten()
         if "targets_per_row" in batch:
             count = mean_over_mesh(count, mesh)

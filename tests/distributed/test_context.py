@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import stepgraph
 from stepgraph.cli import parse_train
-from stepgraph.graph.collectives import ALL_TO_ALL
+from stepgraph.graph.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, stage_of
 from stepgraph.graph.provenance import role_of
 from stepgraph.models import DeepSeekV3, Golf, GolfConfig
 from stepgraph.models import next_token_loss as one_rank_loss
@@ -36,6 +37,10 @@ DEEPSEEK = dataclasses.replace(
 )  # fmt: skip
 
 
+FORMS = ("ulysses", "gather")
+ULYSSES = ("--context", "ulysses")
+
+
 def _same_as_one(model, mesh, batch, build):
     """Loss and gradients of ``model``, parallel, are those of a whole one on the same batch."""
     alone, loss_fn = build(), next_token_loss(mesh)
@@ -60,12 +65,12 @@ def _built(kind, config):
     return kind(config)
 
 
-def _check(text):
+def _check(text, context):
     mesh = make_mesh(text)
-    check_one_rank(mesh)
+    check_one_rank(mesh, context=context)
     if text == "cp=2":
-        return check_gradients(mesh)
-    check_training(mesh, param_dtype=torch.bfloat16)
+        return check_gradients(mesh, context=context)
+    check_training(mesh, param_dtype=torch.bfloat16, context=context)
 
 
 def _check_transformers(captures_all):
@@ -76,12 +81,14 @@ def _check_transformers(captures_all):
     batch, place = {"input_ids": tokens, "labels": labels}, torch.arange(12).expand(2, -1)
     masked = batch | {"attention_mask": (place < 10).long(), "labels": labels.masked_fill(place >= 10, -100)}
     packed = batch | {"position_ids": torch.where(place < 7, place, place - 7)}
-    alone, model = build("qwen3"), parallelize(build("qwen3"), mesh)
+    alone = build("qwen3")
+    ulysses, gather = (parallelize(build("qwen3"), mesh, context=context) for context in FORMS)
 
     def loss_fn(model, batch):
         return mean_over_mesh(model(**batch).loss, mesh)
 
-    for one in (batch, masked, packed):
+    cases = [(ulysses, batch), (ulysses, masked), (ulysses, packed), (gather, batch), (gather, masked)]
+    for model, one in cases:
         expected, loss = alone(**one, use_cache=False).loss, loss_fn(model, one)
         for m, value in ((alone, expected), (model, loss)):
             m.zero_grad()
@@ -95,7 +102,7 @@ def _check_transformers(captures_all):
             step = stepgraph.capture(model, loss_fn, one, passes="exact")
             assert torch.equal(step(one), loss)
     with pytest.raises(ValueError, match=r"^with cp, Qwen3ForCausalLM takes input_ids and, by name, .* inputs_embeds:"):
-        model(inputs_embeds=torch.zeros(2, 12, 32))
+        ulysses(inputs_embeds=torch.zeros(2, 12, 32))
     with pytest.raises(
         ValueError, match=r"^cp splits sequences, and Gemma3ForCausalLM has layers of sliding_attention"
     ):
@@ -104,30 +111,45 @@ def _check_transformers(captures_all):
         parallelize(torch.nn.Linear(2, 2), mesh)
 
 
-def _check_models(text):
+def _check_models(text, context):
     mesh = make_mesh(text)
-    _same_as_one(parallel_model(mesh), mesh, _packed(mesh), whole_model)
+    _same_as_one(parallel_model(mesh, context=context), mesh, _packed(mesh), whole_model)
     for kind, config in ((Golf, GolfConfig(48, 1, 4, 2, 80, 130)), (DeepSeekV3, DEEPSEEK)):
-        model = parallelize(_built(kind, config), mesh)
-        _same_as_one(model, mesh, _packed(mesh), lambda kind=kind, config=config: _built(kind, config))
-    step = stepgraph.capture(parallel_model(mesh), next_token_loss(mesh), own_batch(mesh, 0), passes="exact")
-    exchanges = [n for n in step.graph.nodes() if n.target is ALL_TO_ALL]
-    assert len(exchanges) == 4 * TINY.n_layers  # to heads and back, forward and backward
-    assert {(role_of(n).kind, role_of(n).axis) for n in exchanges} == {("activation", "cp")}
-    with pytest.raises(ValueError, match=r"^cp=2 does not divide the sequence length 15; try 14$"):
-        next_token_loss(mesh)(parallel_model(mesh), {k: v[:, :15] for k, v in own_batch(mesh, 0).items()})
+        model = parallelize(_built(kind, config), mesh, context=context)
+        for batch in (_packed(mesh), global_batch(0, mesh.spec.dp)):
+            _same_as_one(model, mesh, batch, lambda kind=kind, config=config: _built(kind, config))
+            model.zero_grad()
+    model, batch = parallel_model(mesh, context=context), own_batch(mesh, 0)
+    step = stepgraph.capture(model, next_token_loss(mesh), batch, passes="exact")
+    exchanges = [n for n in step.graph.nodes() if (role := role_of(n)) and role.axis == "cp" and stage_of(n) == "begin"]
+    assert {role_of(n).kind for n in exchanges} == {"activation"}
+    if context == "ulysses":  # to heads and back, forward and backward
+        assert [n.target for n in exchanges] == [ALL_TO_ALL] * 4 * TINY.n_layers
+        refused = r"^cp=2 does not divide the sequence length 15; try 14$"
+    else:
+        assert [n.target for n in exchanges] == [ALL_GATHER, REDUCE_SCATTER] * TINY.n_layers
+        attends = [n for n in step.graph.nodes() if n.target is torch.ops.stepgraph.document_attention.default]
+        assert len(attends) == 2 * TINY.n_layers  # an early chunk and a late one
+        refused = r"^cp=2 of context=gather, which cuts sequences into 4 parts, does not divide .* length 15; try 12$"
+    texts = [None] * mesh.spec.size
+    dist.all_gather_object(texts, str(step.graph.graph))
+    assert len(set(texts)) == 1  # one graph on all ranks
+    with pytest.raises(ValueError, match=refused):
+        next_token_loss(mesh)(model, {k: v[:, :15] for k, v in batch.items()})
 
 
 @pytest.mark.parametrize(
     "text",
     ["cp=2", *(pytest.param(m, marks=pytest.mark.long) for m in ("fsdp=2,cp=2", "ddp=2,cp=2", "tp=2,cp=2", "cp=4"))],
 )
-def test_training_is_that_of_one_rank(text):
-    on_ranks(MeshSpec.parse(text).size, _check, text)
+@pytest.mark.parametrize("context", FORMS)
+def test_training_is_that_of_one_rank(text, context):
+    on_ranks(MeshSpec.parse(text).size, _check, text, context)
 
 
-def test_packed_documents_and_other_models():
-    on_ranks(2, _check_models, "cp=2")
+@pytest.mark.parametrize("context", FORMS)
+def test_packed_documents_and_other_models(context):
+    on_ranks(2, _check_models, "cp=2", context)
 
 
 @pytest.mark.parametrize("captures_all", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -150,9 +172,11 @@ def test_stepgraph_train_and_its_checkpoint_on_another_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mesh", "cp=3"], "cp=3 does not divide seq_len=256; try cp=2$"),
-        (["--mesh", "cp=4", "--model.n-heads", "6"], "cp=4 does not divide n_heads=6; try cp=2$"),
-        (["--mesh", "cp=2", "--model.n-heads", "6", "--model.n-kv-heads", "3"], "cp=2 does not divide n_kv_heads=3"),
+        (["--mesh", "cp=3"], "context=gather over fsdp=1,cp=3 cuts sequences into 6 parts, .* try seq_len=252$"),
+        (["--mesh", "cp=3", *ULYSSES], "cp=3 does not divide seq_len=256; try cp=2$"),
+        (["--mesh", "cp=4", "--model.n-heads", "6", *ULYSSES], "cp=4 does not divide n_heads=6; try cp=2$"),
+        (["--mesh", "cp=2", "--model.n-heads", "6", "--model.n-kv-heads", "3", *ULYSSES], "divide n_kv_heads=3"),
+        (["--mesh", "fsdp=2", "--context", "gather"], "context=gather is about shared sequences .* add cp=2"),
         (["--mesh", "pp=2,cp=2", "--accumulate", "2"], "mesh fsdp=1,cp=2,pp=2 has stages and shares sequences"),
     ],
 )

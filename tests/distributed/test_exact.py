@@ -117,10 +117,10 @@ def check_recomputed(mesh):
     assert kept["full"] == 0 < kept["selective"] <= kept["none"]
 
 
-def check_one_rank(mesh):
+def check_one_rank(mesh, **options):
     """The same losses, gradients and norm as one rank with the whole batch, but for the order of sums (fp32)."""
     loss_fn = next_token_loss(mesh)
-    alone, model = whole_model(), parallel_model(mesh)
+    alone, model = whole_model(), parallel_model(mesh, **options)
     expected = one_rank_loss(alone, global_batch(0, mesh.spec.dp))
     expected.backward()
     loss = loss_fn(model, own_batch(mesh, 0))

@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 import stepgraph
 from stepgraph.integrations import GraphTrainer, PadToLengths
 from stepgraph.integrations.ranks import mesh_spec
-from stepgraph.parallel import mean_over_mesh, parallelize
+from stepgraph.parallel import MeshSpec, mean_over_mesh, parallelize
 from tests.distributed.hf_ranks import (
     LENGTH,
     as_launched,
@@ -44,6 +44,7 @@ CASES = {  # model, GraphTrainer's own options, TrainingArguments'
     "experts sharded": ("qwen3-moe", {}, {"fsdp": True}),
     "experts over ranks": ("qwen3-moe", {"mesh": "fsdp=2,ep=2"}, {}),
     "replicas": ("qwen3", {}, {}),
+    "sequences": ("llama3.2", {"mesh": "cp=2"}, {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}),
 }
 
 
@@ -57,6 +58,39 @@ def test_models_over_ranks(tmp_path, case):
 
 def _check(folder, name, own, options):
     check_ranks(folder, name, own, **options)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "context"),
+    [("cp=2", "gather"), *(pytest.param("fsdp=2,cp=2", c, marks=LONG) for c in ("ulysses", "gather"))],
+)
+def test_ranks_that_share_sequences(tmp_path, mesh, context):
+    """Microbatches, evaluation and predictions of whole sequences, each counted once, are those of one process."""
+    plain = train(Trainer, tmp_path / "one", build("qwen3"), eval_strategy="steps", eval_steps=3)
+    found = {key: logged(plain, key) for key in ("loss", "eval_loss")}
+    predictions = torch.from_numpy(plain.predict(rows(6)).predictions)
+    torch.save(found | {"predictions": predictions}, tmp_path / "one.pt")
+    spec = MeshSpec.parse(mesh)
+    on_ranks(spec.size, as_launched, _shared, tmp_path, mesh, context, 4 // spec.dp)
+
+
+def _shared(folder, mesh, context, batch):
+    own = {"passes": "exact", "mesh": mesh, "parallel": {"context": context}}
+    sizes = {"per_device_train_batch_size": batch // 2, "gradient_accumulation_steps": 2}
+    evaluated = {"per_device_eval_batch_size": batch, "eval_strategy": "steps", "eval_steps": 3}
+    trainer = train(GraphTrainer, folder / "ranks", build("qwen3"), own=own, **sizes, **evaluated)
+    expected = torch.load(folder / "one.pt", weights_only=True)
+    for key in ("loss", "eval_loss"):
+        close(logged(trainer, key), expected[key])
+    found = trainer.predict(rows(6))  # the last batch has fewer rows
+    torch.testing.assert_close(torch.from_numpy(found.predictions), expected["predictions"], rtol=1e-4, atol=1e-5)
+    assert found.label_ids.shape == (6, LENGTH)
+    with pytest.raises(ValueError, match=r"^label_smoothing_factor computes a loss from the logits of whole sequences"):
+        train(GraphTrainer, folder / "ranks", build("qwen3"), own=own, label_smoothing_factor=0.1)
+    with pytest.raises(
+        ValueError, match=r"^cp splits sequences, and Gemma3ForCausalLM has layers of sliding_attention"
+    ):
+        train(GraphTrainer, folder / "ranks", build("gemma3"), own=own)
 
 
 @pytest.mark.long
@@ -139,7 +173,7 @@ REFUSED = {
         "gradient_checkpointing",
     ),
     "bf16 evaluation": ({"bf16_full_eval": True}, None, "bf16_full_eval"),
-    "tensors split": ({}, "fsdp=1,tp=2", "drop cp, tp and pp"),
+    "tensors split": ({}, "fsdp=1,tp=2", "drop tp and pp"),
     "ranks": ({}, "fsdp=4", "4 ranks and there are 2 processes"),
     "no such axis": ({}, "dp=2", "mesh axis"),
 }
@@ -171,6 +205,9 @@ def test_what_the_arguments_ask_for(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
     assert asked(4) == "hsdp=2x2"
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    assert asked(4) == "hsdp=2x1,cp=2"
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     with pytest.raises(ValueError, match="tp_size=2"):
         asked(4)

@@ -5,8 +5,9 @@
 
 ``offsets`` (N + 1,) int32 say where documents begin: document n has the tokens from ``offsets[n]`` to
 ``offsets[n + 1]``. They are a tensor of fixed size: unused entries repeat the number of tokens, and documents without
-tokens are fine. On CUDA FlashAttention 2 of torch runs, which skips everything outside a document; elsewhere the
-reference, in plain torch, which computes all scores.
+tokens are fine. With ``key_offsets`` a document's queries are its latest tokens alone, as of a rank that has a part of
+a sequence: its last query sees its last key. On CUDA FlashAttention 2 of torch runs, which skips everything outside a
+document; elsewhere the reference, in plain torch, which computes all scores.
 
 Source: Dao, "FlashAttention-2", 2023; torch's ``torch.nn.attention.varlen``, which has no CPU form.
 """
@@ -18,7 +19,8 @@ import torch
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-_DTYPES = (torch.bfloat16, torch.float16)
+#: What the kernel takes on CUDA.
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 def attend_documents(
@@ -31,18 +33,23 @@ def attend_documents(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    key_offsets: Tensor | None = None,
+    key_longest: int | None = None,
 ) -> Tensor:
     """Attend within documents.
 
     Args:
         query: (T, H, D), bf16 or fp16 on CUDA, any floating point elsewhere.
-        key, value: (T, H_kv, D), in the same dtype; H_kv divides H.
+        key, value: (T, H_kv, D), in the same dtype; H_kv divides H. With ``key_offsets``: (S, H_kv, D).
         offsets: (N + 1,) int32, from 0 to T, never falling.
         longest: no document is longer. A smaller number launches fewer programs; a too small one is a wrong result,
             so give a bound that the data cannot exceed.
         causal: a token sees no later one.
         window: a token sees itself and the ``window - 1`` tokens before it; with ``causal`` alone.
         scale: of the scores, None: 1 / sqrt(D).
+        key_offsets: (N + 1,) int32, from 0 to S: where documents begin among the keys; None: where they do among the
+            queries. A document has at least as many keys as queries.
+        key_longest: with ``key_offsets``: no document has more keys.
 
     Returns:
         (T, H, D) in the dtype of ``query``.
@@ -53,18 +60,25 @@ def attend_documents(
     if window is not None and not causal:
         raise ValueError(f"attend_documents got window={window} without causal: give causal=True, or drop the window")
     left = -1 if window is None else window - 1
-    return document_attention(query, key, value, offsets, longest, causal, left, scale)[0]
+    return document_attention(query, key, value, offsets, longest, causal, left, scale, key_offsets, key_longest)[0]
 
 
-def _hidden(offsets: Tensor, tokens: int, causal: bool, left: int) -> Tensor:
-    """(T, T), true where a query (row) does not see a key (column)."""
-    place = torch.arange(tokens, device=offsets.device)
-    document = torch.searchsorted(offsets[1:].long(), place, right=True)
-    hidden = document.unsqueeze(1) != document
+def _hidden(offsets: Tensor, key_offsets: Tensor, queries: int, keys: int, causal: bool, left: int) -> Tensor:
+    """(T, S), true where a query (row) does not see a key (column)."""
+
+    def placed(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """(the document of each token, its place as counted from the document's end)."""
+        place, ends = torch.arange(tokens, device=offsets.device), offsets[1:].long()
+        document = torch.searchsorted(ends, place, right=True)
+        return document, place - ends[document.clamp(max=len(ends) - 1)]
+
+    (document, query), (other, key) = placed(offsets, queries), placed(key_offsets, keys)
+    document, query = document.unsqueeze(1), query.unsqueeze(1)
+    hidden = document != other
     if causal:
-        hidden = hidden | (place > place.unsqueeze(1))
+        hidden = hidden | (key > query)
     if left >= 0:
-        hidden = hidden | (place < place.unsqueeze(1) - left)
+        hidden = hidden | (key < query - left)
     return hidden
 
 
@@ -77,17 +91,27 @@ def _heads(x: Tensor, repeated: int = 1) -> Tensor:
     return x.to(_wide(x)).transpose(0, 1).repeat_interleave(repeated, 0)
 
 
-def _scores(query: Tensor, key: Tensor, offsets: Tensor, causal: bool, left: int, scale: float) -> Tensor:
-    """(H, T, T), scaled; -inf where hidden."""
+def _scores(
+    query: Tensor, key: Tensor, offsets: Tensor, key_offsets: Tensor | None, causal: bool, left: int, scale: float
+) -> Tensor:
+    """(H, T, S), scaled; -inf where hidden."""
     q, k = _heads(query), _heads(key, query.shape[1] // key.shape[1])
-    return (q @ k.mT * scale).masked_fill(_hidden(offsets, query.shape[0], causal, left), -math.inf)
+    hidden = _hidden(offsets, offsets if key_offsets is None else key_offsets, len(query), len(key), causal, left)
+    return (q @ k.mT * scale).masked_fill(hidden, -math.inf)
 
 
 def reference(
-    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, causal: bool, left: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    causal: bool,
+    left: int,
+    scale: float,
+    key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`document_attention` in plain torch: everything in fp32, or fp64 for fp64, rounded once."""
-    scores = _scores(query, key, offsets, causal, left, scale)
+    scores = _scores(query, key, offsets, key_offsets, causal, left, scale)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ _heads(value, query.shape[1] // value.shape[1])
     return out.transpose(0, 1).to(query.dtype).contiguous(), lse
@@ -104,10 +128,11 @@ def reference_backward(
     causal: bool,
     left: int,
     scale: float,
+    key_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients in plain torch. Source: Dao et al., "FlashAttention", 2022, appendix B."""
     shared = query.shape[1] // key.shape[1]
-    p = (_scores(query, key, offsets, causal, left, scale) - lse.unsqueeze(-1)).exp()
+    p = (_scores(query, key, offsets, key_offsets, causal, left, scale) - lse.unsqueeze(-1)).exp()
     dy, q, k, v, y = _heads(grad_out), _heads(query), _heads(key, shared), _heads(value, shared), _heads(out)
     ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) * scale
     dk, dv = ((a.mT @ b).unflatten(0, (-1, shared)).sum(1) for a, b in ((ds, q), (p, dy)))
@@ -125,17 +150,20 @@ def document_attention(
     causal: bool,
     left: int,
     scale: float | None,
+    key_offsets: Tensor | None = None,
+    key_longest: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(`attend_documents`'s result; the logarithm of each softmax's denominator, (H, T) in fp32, for fp64 in fp64).
 
     ``left``: how many tokens before itself a token sees; -1: all of its document.
     """
-    _check(query, key, value, offsets)
+    _check(query, key, value, offsets, key_offsets)
     factor = _factor(query, scale)
     if not query.is_cuda:
-        return reference(query, key, value, offsets, causal, left, factor)
+        return reference(query, key, value, offsets, causal, left, factor, key_offsets)
+    of_keys = (offsets, longest) if key_offsets is None else (key_offsets, key_longest)
     out, lse, *_ = aten._flash_attention_forward(
-        query, key, value, offsets, offsets, longest, longest, 0.0, causal, False,
+        query, key, value, offsets, of_keys[0], longest, of_keys[1], 0.0, causal, False,
         scale=factor, window_size_left=left, window_size_right=0 if causal and left >= 0 else -1,
     )  # fmt: skip
     return out, lse
@@ -154,6 +182,8 @@ def document_attention_backward(
     causal: bool,
     left: int,
     scale: float | None,
+    key_offsets: Tensor | None = None,
+    key_longest: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value, contiguous.
 
@@ -162,17 +192,29 @@ def document_attention_backward(
     """
     factor = _factor(query, scale)
     if not query.is_cuda:
-        return reference_backward(grad_out, query, key, value, out, lse, offsets, causal, left, factor)
+        return reference_backward(grad_out, query, key, value, out, lse, offsets, causal, left, factor, key_offsets)
+    of_keys = (offsets, longest) if key_offsets is None else (key_offsets, key_longest)
     unused = query.new_zeros(2, dtype=torch.uint64)  # the state of dropout, of which there is none
     return aten._flash_attention_backward(
-        grad_out, query, key, value, out, lse, offsets, offsets, longest, longest, 0.0, causal, unused, unused,
+        grad_out, query, key, value, out, lse, offsets, of_keys[0], longest, of_keys[1], 0.0, causal, unused, unused,
         scale=factor, window_size_left=left, window_size_right=0 if causal and left >= 0 else -1,
     )  # fmt: skip
 
 
 @document_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, offsets)
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    causal: bool,
+    left: int,
+    scale: float | None,
+    key_offsets: Tensor | None = None,
+    key_longest: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, offsets, key_offsets)
     T, H = query.shape[:2]
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
 
@@ -183,19 +225,18 @@ def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    query, key, value, offsets, ctx.longest, ctx.causal, ctx.left, ctx.scale = inputs
-    ctx.save_for_backward(query, key, value, *output, offsets)
+    query, key, value, offsets, *ctx.options, key_offsets, ctx.key_longest = inputs
+    ctx.save_for_backward(query, key, value, *output, offsets, key_offsets)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
-        return (None,) * 8
-    grads = document_attention_backward(
-        grad_out.contiguous(), *ctx.saved_tensors, ctx.longest, ctx.causal, ctx.left, ctx.scale
-    )
-    return *grads, None, None, None, None, None
+        return (None,) * 10
+    *saved, key_offsets = ctx.saved_tensors
+    grads = document_attention_backward(grad_out.contiguous(), *saved, *ctx.options, key_offsets, ctx.key_longest)
+    return *grads, *(None,) * 7
 
 
 document_attention.register_autograd(_backward, setup_context=_setup_context)
@@ -205,20 +246,23 @@ def _factor(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, key_offsets: Tensor | None) -> None:
     q, k, v = query.shape, key.shape, value.shape
-    if not len(q) == len(k) == len(v) == 3 or k != v or q[0] != k[0] or q[2] != k[2] or q[1] % k[1]:
+    fits = q[0] == k[0] or key_offsets is not None
+    if not len(q) == len(k) == len(v) == 3 or k != v or not fits or q[2] != k[2] or q[1] % k[1]:
         raise ValueError(
             f"attend_documents got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}; allowed is (T, H, D) and "
             "twice (T, H_kv, D) where H_kv divides H: flatten batch and sequence into T"
         )
-    if offsets.ndim != 1 or offsets.dtype != torch.int32:
+    given = (offsets, *([] if key_offsets is None else [key_offsets]))
+    if any(one.ndim != 1 or one.dtype != torch.int32 or one.shape != offsets.shape for one in given):
+        offsets = given[-1]
         raise ValueError(
             f"attend_documents got offsets {tuple(offsets.shape)} of {offsets.dtype}; allowed is (N + 1,) of int32: "
             "use offsets.to(torch.int32)"
         )
     dtypes = {x.dtype for x in (query, key, value)}
-    if len(dtypes) > 1 or not query.is_floating_point() or (query.is_cuda and query.dtype not in _DTYPES):
+    if len(dtypes) > 1 or not query.is_floating_point() or (query.is_cuda and query.dtype not in DTYPES):
         raise ValueError(
             f"attend_documents got {', '.join(sorted(map(str, dtypes)))}; allowed is one dtype for all, bfloat16 or "
             "float16 on a GPU: cast them, or train in bf16"

@@ -5,6 +5,7 @@ layout of the weights. Multi-token prediction is left out.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -135,10 +136,11 @@ class LatentAttention(nn.Module):
         causal = cache is None or q.shape[2] > 1
         if cache is not None:
             k, v = cache.extend(k, v)
+        attention = partial(self._attend, causal=causal, mask=mask)
         if self.context is None:
-            y = self._attend(q, k, v, causal, mask)
+            y = attention(q, k, v)
         else:
-            y = self.context.by_tokens(self._attend(*self.context.by_heads(q, k, v), causal, mask))
+            y = self.context.attend(attention, q, k, v, mask, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _attend(

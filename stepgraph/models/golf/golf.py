@@ -15,8 +15,8 @@ from torch import nn
 
 from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.context import Context, own_part
-from stepgraph.models.documents import attend_within, check_positions, document_mask
+from stepgraph.models.context import Context, own_mask, own_part
+from stepgraph.models.documents import attend_within, check_positions
 from stepgraph.models.init import Part, init_parameters
 
 #: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
@@ -99,14 +99,13 @@ class Attention(nn.Module):
         # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.context is not None:
-            q, k, v = self.context.by_heads(q, k, v)
-        if mask is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
-        else:
-            y = attend_within(q, k, v, mask)
-        if self.context is not None:
-            y = self.context.by_tokens(y)
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            if mask is not None:
+                return attend_within(q, k, v, mask)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
+
+        y = attention(q, k, v) if self.context is None else self.context.attend(attention, q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
@@ -174,7 +173,7 @@ class Golf(nn.Module):
         if positions is not None:
             check_positions(positions, tokens, cache)
         x = self.embed_norm(self.embed(own_part(self, tokens)))  # (B, T, D)
-        mask = None if positions is None else document_mask(positions, x.dtype)
+        mask = own_mask(self, tokens, positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = block(x, kept, mask)
         return self.head(self.norm(x))  # (B, T, V)

@@ -68,3 +68,18 @@ def test_other_input_is_refused_in_one_line(change, named):
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="window=3 without causal"):
         attend_documents(q, k, v, offsets, 8, causal=False, window=3)
+
+
+def test_queries_that_are_the_latest_tokens_of_their_documents():
+    """Of a row of 8 tokens in two documents, the queries of tokens 3 to 6: keys after them belong to no query."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(8, h, D, generator=generator, dtype=torch.float64).requires_grad_() for h in (H, 2, 2))
+    offsets, key_offsets = torch.tensor([0, 2, 4, 4], dtype=torch.int32), torch.tensor([0, 5, 7, 8], dtype=torch.int32)
+    out = attend_documents(q[3:7], k, v, offsets, 4, key_offsets=key_offsets, key_longest=8)
+    whole = attend_documents(q, k, v, torch.tensor([0, 5, 8], dtype=torch.int32), 8)
+    torch.testing.assert_close(out, whole[3:7])
+    grads = [torch.autograd.grad(y.sum(), (q, k, v), retain_graph=True) for y in (out, whole[3:7])]
+    for found, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(found, wanted)
+    shapes = (q[3:7].detach().requires_grad_(), k, v)
+    torch.library.opcheck(document_attention, (*shapes, offsets, 4, True, -1, None, key_offsets, 8))
