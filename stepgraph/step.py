@@ -201,8 +201,7 @@ class CapturedStep:
     @property
     def report(self) -> PassReports:
         """Reports of the passes applied to the graphs, one graph after the other: ``print(step.report)``."""
-        graphs = self.graphs.values()
-        return PassReports([*self.program.log, *(report for graph in graphs for report in graph.log)])
+        return PassReports(self.program.reports)
 
     def __repr__(self) -> str:
         """What was captured, in a few lines."""

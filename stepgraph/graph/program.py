@@ -53,6 +53,11 @@ class StepProgram:
         return any(graph.recording is not None and graph.keeps_values for graph in self.graphs.values())
 
     @property
+    def reports(self) -> list[PassReport]:
+        """What the passes report, of all graphs."""
+        return [*self.log, *(report for graph in self.graphs.values() for report in graph.log)]
+
+    @property
     def microbatches(self) -> int:
         """Parts that the batch is split into."""
         return 1 + max(call.microbatch for call in self.schedule if call.microbatch is not None)

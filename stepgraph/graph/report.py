@@ -30,7 +30,8 @@ class PassReport:
     ``nodes_before``, ``nodes_after``: operator nodes of the graph. ``terminal``: what runs is no longer the graph, so
     no pass may follow in another run of passes. ``graph``: which of a step's graphs it was. ``excerpts``: of what it
     changed, before and after. ``peak``: bytes at the graph's peak as `fit_memory` counts them. ``peak_curve``: (bytes
-    at the step's peak, seconds that it costs), from where all is kept to the least.
+    at the step's peak, seconds that it costs), from where all is kept to the least. ``peak_chosen``: the same of what
+    was chosen.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PassReport:
     excerpts: list[Excerpt] = field(default_factory=list)
     peak: int = 0
     peak_curve: list[tuple[int, float]] = field(default_factory=list)
+    peak_chosen: tuple[int, float] | None = None
 
     @property
     def acted(self) -> bool:

@@ -97,8 +97,7 @@ class _Search:
         peak = peak_bytes(made, fused=self.fused)
         if self.target.device == "cuda":
             peak += _FRAGMENTED * (peak - state_bytes(made)) + _WORKSPACES
-        reports = [*made.log, *(report for graph in made.graphs.values() for report in graph.log)]
-        return replace(unknown, peak=peak, graph=max((r.peak for r in reports), default=0))
+        return replace(unknown, peak=peak, graph=max((r.peak for r in made.reports), default=0))
 
     def best(self) -> _Try:
         """The rewriting that keeps most, of those tried that take at most what was asked for; in the fewest tiles."""

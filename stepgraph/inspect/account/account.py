@@ -21,6 +21,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
+from stepgraph.inspect.forecast.peak import time_over_peak
 from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.passes import PASSES, PassReport
 
@@ -50,7 +51,8 @@ def account_of(
     ``stages``: with a pipeline, the costs of all stages where they are known.
 
     ``head``: the step's title, options and versions, ``forecast`` (times only for the ``device`` itself: a CPU's
-    measured time is not compared with a GPU's forecast) and ``measured`` (None before a step ran). ``schedule``: calls
+    measured time is not compared with a GPU's forecast), ``over_peak`` (see `time_over_peak`) and ``measured`` (None
+    before a step ran). ``schedule``: calls
     of the graphs in order. ``graphs``: see `graph_account`, and ``other_graphs``: bytes of state that only other graphs
     read, by kind. ``passes``: one report each, with its excerpts. ``phases``, ``kinds``, ``work``: the names that
     graphs refer to by number. ``pipeline``: see `pipeline_account`. ``curves``: [step, value] over a run, by metric.
@@ -62,7 +64,7 @@ def account_of(
         for name, (step, n) in zip(program.graphs, program.counted(), strict=True)
     ]
     _state_of_other_graphs(graphs)
-    reports = [*program.log, *(report for step in program.graphs.values() for report in step.log)]
+    reports = program.reports
     pipeline = pipeline_account(graphs, config, gpu, stages)
     if pipeline:
         step_ns, kept = pipeline["ns"] + pipeline["after_ns"], pipeline["kept"]
@@ -91,6 +93,7 @@ def account_of(
         "capture_s": program.capture_s,
         "forecast": (times if device is None or known_gpu(device) is gpu else {})
         | {"peak_bytes": max(sum(peak_of(graph).values()) for graph in graphs) + kept},
+        "over_peak": time_over_peak(reports, config.memory, gpu.memory, config.accumulate),
         "measured": None,
     }
     return {

@@ -79,7 +79,8 @@ def graph_account(
       (the node that needs it last; the graph's length: held throughout).
     - ``inputs``: [node, kind, name]; ``outputs``: the same, and the stage that keeps a value for its backward.
     - ``name``: of the graph; ``kind``, ``stage``: what its calls do and for which stage, see `Call`.
-    - ``collectives``: see `costs.timeline.Collective`. ``host``: [node, reason]; ``segments``: [is a CUDA graph, first
+    - ``collectives``: see `costs.timeline.Collective`. ``copies``: to the host or back, [node, whether it comes back,
+      bytes, ns, ns that computation waits]. ``host``: [node, reason]; ``segments``: [is a CUDA graph, first
       node, last node] in order, where the step runs as CUDA graphs.
     """
     aliases = Aliases(step.graph)
@@ -119,6 +120,10 @@ def graph_account(
             if isinstance(node, fx.Node)
         ],
         "collectives": [_collective(c, named) for c in timeline.collectives],
+        "copies": [
+            [named[c.node], c.back, c.bytes, round(c.seconds * 1e9), round(c.exposed_seconds * 1e9)]
+            for c in timeline.copies
+        ],
         "pieces": pieces,
         **generated,
         **_host(step, named, ran),

@@ -20,6 +20,7 @@ _SCRIPTS = (
     "timeline.js",
     "pipeline.js",
     "memory.js",
+    "budget.js",
     "tables.js",
     "card.js",
     "compare.js",

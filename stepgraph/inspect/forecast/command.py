@@ -17,6 +17,7 @@ from stepgraph.costs.memory import KINDS
 from stepgraph.costs.timeline import Collective, Timeline
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import Forecast, check_imbalance, forecast, with_microbatches
+from stepgraph.inspect.forecast.peak import offload_text, peak_table
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline
 from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from stepgraph.inspect.forecast.tables import assumed_rates, new_console, new_table, size_text, time_text
@@ -92,6 +93,10 @@ def show(result: Forecast, console: Console) -> None:
         + (f"{size_text(left)} to spare" if left >= 0 else f"does not fit, {size_text(-left)} too much")
         + "\n"
     )
+    if result.over_peak is not None:
+        console.print(peak_table(result.over_peak))
+    if offloaded := offload_text(timeline.copies):
+        console.print(offloaded + "\n")
     console.print(_collective_table(timeline.collectives))
     if any(region for region, _ in timeline.regions):
         console.print(_region_table(timeline))

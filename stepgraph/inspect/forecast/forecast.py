@@ -24,6 +24,7 @@ from stepgraph.costs.memory import Moment
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.costs.timeline import Timeline
 from stepgraph.graph.program import StepProgram
+from stepgraph.inspect.forecast.peak import time_over_peak
 from stepgraph.lower import StepSpec, lower
 from stepgraph.models import family_of, flops_per_token
 from stepgraph.options import names
@@ -34,7 +35,8 @@ from stepgraph.passes import Target
 class Forecast:
     """The forecast of one rank's step. ``moments``: memory over the step. ``model_flops``: FLOPs of the step that the
     MFU counts, this rank's share; ``flops``: the FLOPs that the graph runs. ``tokens``: of the step on all ranks.
-    ``imbalance``: rows that this rank's experts receive over the mean of all ranks."""
+    ``imbalance``: rows that this rank's experts receive over the mean of all ranks. ``over_peak``: see
+    `time_over_peak`."""
 
     config: TrainConfig
     gpu: Gpu
@@ -47,6 +49,7 @@ class Forecast:
     model_flops: float
     tokens: int
     imbalance: float = 1.0
+    over_peak: dict[str, Any] | None = None
 
     @property
     def peak(self) -> Moment:
@@ -93,6 +96,8 @@ class Forecast:
             "flops": self.flops,
             "model_flops": self.model_flops,
             "collectives": [dataclasses.asdict(collective) for collective in self.timeline.collectives],
+            "time_over_peak": self.over_peak,
+            "offload": [dataclasses.asdict(copy) for copy in self.timeline.copies],
         }
 
 
@@ -137,6 +142,7 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
         tokens=config.tokens_per_step,
         plan_s=time.perf_counter() - start,
         imbalance=imbalance,
+        over_peak=time_over_peak(program.reports, config.memory, gpu.memory, config.accumulate),
     )
 
 

@@ -104,6 +104,7 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
     _refuse_host(fit, step, options)
     report.peak = fit.peak()
     report.peak_curve = [(peak + round(options.beyond), price) for peak, price in fit.path]
+    report.peak_chosen = report.peak + round(options.beyond), sum(fit.prices.values())
     sizes = {
         action: sum(map(tensor_bytes, roots)) for action, roots in (("recompute", fit.dropped), ("offload", fit.gone))
     }

@@ -1,7 +1,9 @@
 // Puts the parts together; search, links, light and dark.
 
 const PARTS = [["timeline", "Timeline"], ["memory", "Memory"], ["modules", "Modules"], ["passes", "Passes"], ["collectives", "Collectives"], ["runs", "CUDA graphs"]];
-if (account.profile) PARTS.splice(3, 0, ["measured", "Measured"]);
+const budget = budgetPart();
+if (budget) PARTS.splice(2, 0, ["budget", "Budget"]);
+if (account.profile) PARTS.splice(PARTS.findIndex(([id]) => id === "passes"), 0, ["measured", "Measured"]);
 if (account.pipeline) PARTS.unshift(["pipeline", "Pipeline"]);
 if (difference) PARTS.unshift(["compare", "Compared"]);
 
@@ -17,7 +19,7 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 document.getElementById("parts").append(...PARTS.map(([id, title]) => el("a", { href: `#${id}` }, title)));
-document.getElementById("main").replaceChildren(...[headPart(), comparePart(), pipelinePart(), timelinePart(), memoryPart(), modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
+document.getElementById("main").replaceChildren(...[headPart(), comparePart(), pipelinePart(), timelinePart(), memoryPart(), budget, modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
 follow("graph", drawAnswers);
 
 // Links: #node/GRAPH/NAME, #module/GRAPH/PATH, #pass/GRAPH/NAME, #PART
