@@ -224,6 +224,7 @@ def test_the_command(tmp_path, capsys):
         cli.main([*words.split(), "--json", str(file)])
     assert stop.value.code == 0
     shown, written = capsys.readouterr().out, json.loads(file.read_text())
+    assert written["time_over_peak"] is None and written["offload"] == []
     assert "llama3-debug on 4 x H200 SXM (fsdp=4)" in shown and "dp_shard" in shown and "to spare" in shown
     assert written["ranks"] == 4 and written["settings"]["seq_len"] == 64 and written["model"]["n_layers"] == 2
     assert written["peak_bytes"] == max(moment["total"] for moment in written["memory"])

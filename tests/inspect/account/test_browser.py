@@ -85,6 +85,22 @@ def test_it_loads_and_fits(width, theme, tmp_path):
     assert len(result["drawn"]) == 2 and min(result["drawn"]) > 10
 
 
+def test_a_peak_that_was_asked_for_is_drawn_as_a_curve(tmp_path):
+    script = """
+      const budget = document.getElementById("budget");
+      result.figures = [...budget.querySelectorAll(".figure")].map((f) => f.textContent);
+      result.rows = [...budget.querySelectorAll("tbody")].map((body) => body.rows.length);
+      result.chosen = [...budget.querySelectorAll("td")].filter((cell) => cell.textContent === "asked for").length;
+      await wait(300);
+      const canvas = budget.querySelector("canvas");
+      result.drawn = new Set(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data).size;
+    """
+    made, _ = account("fsdp=2", batch_size=2048, memory="peak=0.35GiB,layers.*.attn=offload")
+    result = in_browser(page_of(made), script, tmp_path)
+    assert result["figures"][0] == "peak asked for358 MiB" and result["chosen"] == 1 and result["drawn"] > 10
+    assert result["rows"][0] == len(made["head"]["over_peak"]["others"]) + 1 and result["rows"][1] >= 1
+
+
 def test_search_finds_a_node_and_a_click_opens_its_card(tmp_path):
     made, _ = account("fsdp=4", inductor="full")
     graph = made["graphs"][0]

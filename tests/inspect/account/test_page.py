@@ -10,6 +10,8 @@ import pytest
 from stepgraph import cli
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of, read_page, write_page
+from stepgraph.inspect.forecast.peak import peak_table
+from stepgraph.inspect.forecast.tables import new_console
 from tests.inspect.account.accounts import account
 
 VOID = {"meta", "link", "input", "br"}
@@ -76,6 +78,24 @@ def test_it_is_small(made):
     data = len(json.dumps(made, separators=(",", ":")))
     assert len(page_of(made)) - data < 100_000
     assert data < 400 * nodes
+
+
+def test_a_peak_that_was_asked_for_shows_what_others_would_cost():
+    memory = "peak=0.35GiB,layers.*.attn=offload"
+    made = json.loads(json.dumps(account("fsdp=2", batch_size=2048, memory=memory)[0]))
+    found, graph = made["head"]["over_peak"], made["graphs"][0]
+    assert found["asked"] == round(0.35 * 2**30) >= found["chosen"][0] and found["chosen"][1] > 0
+    peaks, changes = zip(*found["others"], strict=True)
+    assert peaks[0] == found["curve"][0][0] > found["asked"] > peaks[-1] == found["curve"][-1][0]
+    assert changes[0] == -found["chosen"][1] and changes[-1] > 0 and list(changes) == sorted(changes)
+    away = [c for c in graph["copies"] if not c[1]]
+    assert away and 2 * len(away) == len(graph["copies"])
+    assert all("offload_begin" in graph["calls_text"][graph["nodes"]["call"][node]] for node, *_ in away)
+    shown = new_console()
+    with shown.capture() as capture:
+        shown.print(peak_table(found))
+    lines = capture.get().splitlines()
+    assert sum("asked for" in line for line in lines) == 2 and any(re.search(r"0 ms +-[\d.]+ ms", x) for x in lines)
 
 
 def test_another_version_is_refused(made, tmp_path):

@@ -1,7 +1,7 @@
 // Where a peak of memory was asked for: what it costs, what another peak would change, and what travels to the host.
 
 function budgetPart() {
-  const found = account.head.over_peak, moved = graphs.flatMap((graph) => graph.copies.map(([node, back, size, ns, exposed]) => ({ graph, node, back, bytes: size, ns, exposed })));
+  const found = account.head.over_peak, moved = graphs.flatMap((graph) => graph.copies.map(([node, back, size, ns, exposed]) => ({ graph, node: back ? node : graph.nodes.inputs[node][0], back, bytes: size, ns, exposed })));
   if (!found && !moved.length) return null;
   const total = (of, key) => sum(of.map((c) => c.graph.calls * c[key])), away = moved.filter((c) => !c.back), back = moved.filter((c) => c.back);
   const least = found && found.curve[found.curve.length - 1];
@@ -13,10 +13,9 @@ function budgetPart() {
       ["everything kept", found && bytes(found.curve[0][0])], ["least peak", found && bytes(least[0]), found && `adds ${seconds(least[1])}`],
       ["offloaded", moved.length && bytes(total(away, "bytes")), moved.length && `${bytes(total(back, "bytes"))} come back`],
       ["copies", moved.length && time(total(moved, "ns")), moved.length && (total(moved, "exposed") ? `computation waits for ${time(total(moved, "exposed"))}` : "all hidden by computation")]]),
-    found && el("h3", {}, "Time over peak"), found && peakChart(found), found && otherPeaks(found),
-    moved.length ? el("h3", {}, "What is offloaded") : null, moved.length ? offloadTable(away, back) : null);
+    found && [el("h3", {}, "Time over peak"), peakChart(found), otherPeaks(found)], moved.length > 0 && [el("h3", {}, "What is offloaded"), offloadTable(away)]);
 }
-function seconds(value) { return time(Math.abs(value) * 1e9); }
+const seconds = (value) => time(Math.abs(value) * 1e9);
 
 /** Seconds that each peak adds to the step; the one that was chosen is marked. */
 function peakChart(found) {
@@ -46,12 +45,13 @@ function otherPeaks(found) {
 }
 
 /** Copies of one module and shape in equal blocks in one row, the most bytes first. */
-function offloadTable(away, back) {
-  const rows = new Map(), waits = new Map();
-  const key = ({ graph, node }) => [graph.name, graph.fold(graph.path(node)), graph.type(node)].join("|");
-  for (const c of back) waits.set(key(c), (waits.get(key(c)) || 0) + c.exposed);
-  for (const c of away) { if (!rows.has(key(c))) rows.set(key(c), { ...c, key: key(c), members: 0, bytes: 0, ns: 0, exposed: 0 }); const row = rows.get(key(c)); row.members++; row.bytes += c.bytes; row.ns += c.ns; row.exposed += c.exposed; }
-  const columns = [["bytes", 1], ["module", 0], ["tensor", 0, 1], ["copy", 1], ["computation waits", 1]];
-  return table(columns, [...rows.values()].sort((a, b) => b.bytes - a.bytes), (row) => cells(columns, [bytes(row.bytes), moduleLink(row.graph, row.graph.fold(row.graph.path(row.node))),
-    [nodeLink(row.graph, row.node), ` × ${row.members}`], time(row.ns), time(row.exposed + (waits.get(row.key) || 0)) ]), 12);
+function offloadTable(away) {
+  const rows = new Map(), columns = [["bytes", 1], ["module", 0], ["tensor", 0, 1], ["copy", 1]];
+  for (const { graph, node, bytes, ns } of away) {
+    const path = graph.fold(graph.path(node)), key = [graph.name, path, graph.type(node)].join("|");
+    if (!rows.has(key)) rows.set(key, { graph, node, path, members: 0, bytes: 0, ns: 0 });
+    const row = rows.get(key); row.members++; row.bytes += bytes; row.ns += ns;
+  }
+  return table(columns, [...rows.values()].sort((a, b) => b.bytes - a.bytes), ({ graph, node, path, members, bytes: size, ns }) => cells(columns,
+    [bytes(size), moduleLink(graph, path), [nodeLink(graph, node), ` × ${members} `, el("code.shape", {}, graph.type(node))], time(ns)]), 12);
 }
