@@ -328,14 +328,11 @@ class GraphTrainer(Trainer):
             self.accelerator.clip_grad_norm_ = ranks.clip
         alike = self._changes_gradients() or len(microbatches) < count
         if not self._apart and self.is_world_process_zero():
-            logger.warning(
-                "a callback or training_step may change gradients: they are clipped and applied in eager mode; leave it "
-                "out for one graph a step"
-                if alike
-                else "microbatches of one step differ in shape, or in values that are no rows: a graph each computes "
-                "their gradients, which are clipped and applied in eager mode; pad to one length and drop the last "
-                "batch for one graph a step"
-            )
+            why = "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their"
+            fix = "pad to one length and drop the last batch"
+            if alike:
+                why, fix = "a callback or training_step may change gradients: a graph computes", "leave it out"
+            logger.warning("%s gradients, clipped and applied in eager mode; %s for one graph per step", why, fix)
         total = 0.0
         if count not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
