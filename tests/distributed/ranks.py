@@ -38,7 +38,7 @@ def on_processes(count: int, function: Callable, args: tuple) -> None:
 def preload() -> None:
     """What ranks import is imported once, not once a rank; a module that is not there is left out."""
     multiprocessing.set_forkserver_preload(
-        ["stepgraph.train.trainer", "torch._dynamo", "numpy.random", "triton.runtime", "tests.distributed.warm"]
+        ["tests.distributed.ranks", "stepgraph.train.trainer", "torch._dynamo", "numpy.random", "triton.runtime"]
     )
 
 
