@@ -412,7 +412,7 @@ def test_of_ranks_with_one_error_of_use_the_first_tells_it(monkeypatch, capsys):
 
     said = "error: unknown option --lrr: did you mean --lr?\n"
     assert [told_by(rank, "0", "--lrr", "1") for rank in "012"] == [said, "", ""]
-    assert told_by("1", "0", "--betaz", "1") == "error: unknown option --betaz: did you mean --betas?\n"
+    assert told_by("1", "0", "--stepz", "1") == "error: unknown option --stepz: did you mean --steps?\n"
     assert told_by("2", "1", "--lrr", "1") == said  # after a restart
 
 

@@ -205,9 +205,9 @@ def test_what_the_arguments_ask_for(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
     assert asked(4) == "hsdp=2x2"
-    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "1")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    assert asked(4) == "hsdp=2x1,cp=2"
+    assert asked(4) == "fsdp=2,cp=2"
     monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
     with pytest.raises(ValueError, match="tp_size=2"):
         asked(4)
