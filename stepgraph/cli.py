@@ -10,6 +10,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -216,14 +217,26 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _load_torch() -> None:
-    """Import torch, which a slow disk makes long: then a line says so."""
+    """Import torch, which a slow disk makes long: then a line says so. Ctrl-C ends the process meanwhile: raised inside
+    an import, KeyboardInterrupt can be swallowed or become an ImportError."""
     timer = threading.Timer(_SPEAKS_AFTER_S, partial(print, "loading torch", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _end_at_once)
     try:
         import torch  # noqa: F401
     finally:
         timer.cancel()
+        if signal.getsignal(signal.SIGINT) is _end_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_at_once(*_: object) -> NoReturn:
+    if os.environ.get("RANK", "0") == "0":
+        print("interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 def _helped(command: str, words: list[str]) -> bool:

@@ -190,7 +190,7 @@ def shard(model: nn.Module, mesh: Mesh, args: TrainingArguments, options: Mappin
             placed[name].own(param.to_local()).copy_(placed[name].cut(whole))
             done[id(given[name])] = param
     now = dict(model.named_buffers())
-    for name, buffer in buffers.items():  # not those that say which rank this is
+    for name, buffer in buffers.items():  # without buffers that hold the rank's number
         now[name].copy_(_of_first_rank(buffer, args.device))
     return done
 

@@ -81,6 +81,15 @@ def ctrl_c_arrives() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_ctrl_c_during_an_import_that_swallows_it_ends_the_command(tmp_path):
+    swallows = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    (tmp_path / "torch.py").write_text(swallows)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    words = [sys.executable, "-c", "from stepgraph.cli import _load_torch; _load_torch(); print('went on')"]
+    found = subprocess.run(words, capture_output=True, text=True, env=environment, preexec_fn=ctrl_c_arrives)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "interrupted\n")
+
+
 def test_ctrl_c_while_inductor_compiles_ends_what_works_for_it(monkeypatch):
     ended = []
 

@@ -116,7 +116,7 @@ def _(
 
 @torch.library.custom_op("stepgraph::grouped_scaled_mm_weight", mutates_args=())
 def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the parts of each expert of two transposed copies.
+    """Multiply the two transposed copies, expert by expert.
 
     Args:
         a, b: (M, R') and (N, R'), contiguous, in float8_e4m3fn, as `cast_scaled_groups` gives them.

@@ -1,4 +1,4 @@
-"""Products of experts' rows in fp8: the values that their casts stand for, in float64, and torch's own rules."""
+"""Products of experts' rows in fp8, compared with float64 products of the cast values; torch's checks of their shapes."""
 
 import pytest
 import torch

@@ -157,7 +157,7 @@ def forward_step(
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
-    BESIDE: tl.constexpr = scale is not None
+    WITH_FP8: tl.constexpr = scale is not None
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
@@ -228,14 +228,14 @@ def forward_step(
         value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
         rounded_y = value.to(y.dtype.element_ty)
         store_tile(y_row + at[None, :], rounded_y, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
-        if BESIDE:
+        if WITH_FP8:
             bits = _bits(rounded_y)
             if LAYER and not full(k, FULL, SHIFT):
                 bits = tl.where(inside(at, shift, N, SHIFT)[None, :], bits, 0)
             tops = tl.maximum(tops, bits)
             ys = ys + (rounded_y,)
 
-    if BESIDE:
+    if WITH_FP8:
         top = tl.max(tops, 1)
         if SPLIT > 1:
             share = top.to(tl.float32, bitcast=True)

@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 Optional = Tensor | None
 
 #: What a forward gives in addition to y: the cast of its rows with their scales, or the largest magnitudes of its rows.
-Beside = Literal["cast", "amax"]
+WithFp8 = Literal["cast", "amax"]
 
 PLANS = plans.Plans()
 
@@ -49,7 +49,7 @@ class ForwardPlan(NamedTuple):
 
 def _forward_plan(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, config: Config | None,
-    beside: Beside | None,
+    with_fp8: WithFp8 | None,
 ) -> ForwardPlan:  # fmt: skip
     check(norm, x, weight, bias, residual)
     heads = plans.heads_of(weight)
@@ -68,7 +68,7 @@ def _forward_plan(
     if config.programs and config.split == 1 and config.weight != "before":
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
     # The additional outputs change no sum: the tile is that of the plain norm, and so are the bits.
-    scaled = beside is not None
+    scaled = with_fp8 is not None
     if scaled:  # the largest value of a row is known once its sum is: programs exchange twice
         config = replace(config, exchange="wait")
     cover = plans.cover_of(problem, config, hw)
@@ -103,7 +103,7 @@ def _forward_plan(
         form(rows, torch.float32, norm.kind == "layer"),
         form(rows, torch.float32),
         form(rows, torch.float32, scaled),
-        form(shape, FP8, beside == "cast"),
+        form(shape, FP8, with_fp8 == "cast"),
     )
     words = words + (cover.groups + 1) // 2 if words else 0
     copies = plans.copies((x_place, r_place), (weight, bias))
@@ -112,13 +112,13 @@ def _forward_plan(
 
 def forward_plan(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool,
-    config: Config | None = None, beside: Beside | None = None,
+    config: Config | None = None, with_fp8: WithFp8 | None = None,
 ) -> ForwardPlan:  # fmt: skip
     """The plan of such a call, made at the first one. Raises ``ValueError`` as `check` does."""
-    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config, beside)
+    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config, with_fp8)
     plan = PLANS.get(key)
     if plan is None:
-        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, beside)
+        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, with_fp8)
     return plan
 
 
@@ -154,13 +154,13 @@ def forward_cast(
 
 def _forward(
     norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool,
-    config: Config | None, beside: Beside | None,
+    config: Config | None, with_fp8: WithFp8 | None,
 ) -> tuple[Tensor, Optional, Optional, Tensor, Optional, Optional]:  # fmt: skip
     device = x.device
     if not INTERPRETED and device.index != current_device():
         with torch.cuda.device(device):
-            return _forward(norm, x, weight, bias, residual, keep_h, config, beside)
-    plan = forward_plan(norm, x, weight, bias, residual, keep_h, config, beside)
+            return _forward(norm, x, weight, bias, residual, keep_h, config, with_fp8)
+    plan = forward_plan(norm, x, weight, bias, residual, keep_h, config, with_fp8)
     y, h, mean, rstd, scale, values = allocate(plan.outputs)
     stream = current_stream(device)
     words = None
