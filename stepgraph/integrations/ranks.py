@@ -145,7 +145,7 @@ def share_data(accelerator: Accelerator, spec: MeshSpec) -> None:
     def gathered(data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
             raise ValueError(
-                "eval_use_gather_object=True gathers from every rank, and those of cp have one batch; drop"
+                "eval_use_gather_object=True gathers from every rank, and ranks of cp read the same batch; drop it"
             )
         with replaced(accelerator, gather=once):
             return gather_for_metrics(data)

@@ -43,9 +43,7 @@ class Change(NamedTuple):
         elif isinstance(self.holder, dict):
             self.holder.pop(self.key, None) if value is ABSENT else self.holder.__setitem__(self.key, value)
         elif value is ABSENT:
-            delattr(self.holder, self.key) if isinstance(self.holder, type) else object.__delattr__(
-                self.holder, self.key
-            )
+            (delattr if isinstance(self.holder, type) else object.__delattr__)(self.holder, self.key)
         else:
             setattr(self.holder, self.key, value)
 

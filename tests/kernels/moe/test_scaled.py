@@ -1,4 +1,4 @@
-"""Products of experts' rows in fp8, compared with float64 products of the cast values; torch's checks of their shapes."""
+"""Products of experts' rows in fp8, compared with float64 products of the cast values; torch's shape checks."""
 
 import pytest
 import torch
