@@ -44,6 +44,11 @@ _TOLIST = torch.Tensor.tolist
 #: Operators that are captured with the sizes of their results, and not with their values.
 _SIZED = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten._ctc_loss.Tensor)
 
+_PUTS = (
+    *(aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default),
+    *(aten._index_put_impl.default, aten._index_put_impl_.default),
+)
+
 #: On floating-point numbers, these give the same bits on a CPU and on a GPU.
 _SAME_ANYWHERE = (
     *("add", "sub", "mul", "div", "neg", "abs", "floor", "ceil", "round", "trunc", "clamp", "where", "masked_fill"),
@@ -86,6 +91,8 @@ class KnownValues(compat.TorchDispatchMode):
             # others, answers, that takes an eighth of a trace.
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = dict(kwargs or {})
+        if func in _PUTS:  # the gradient of an indexing still has its mask, of which a GPU's kernel tells the host
+            args = args[0], self._all_places(args[1]), *args[2:]
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
             if func.name() in _CONTROL_FLOW:
                 raise compat.DataDependentOutputException(func.name())
@@ -108,7 +115,7 @@ class KnownValues(compat.TorchDispatchMode):
             self.outside += [t for leaf in leaves if isinstance(leaf, torch.Tensor) for t in _outside(leaf)]
             return value
         elif func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            return func(args[0], [place for index in args[1] for place in self._places(index)])
+            return func(args[0], self._all_places(args[1]))
         elif torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
             return self._sized(func, args, kwargs)
         return func(*args, **kwargs)
@@ -163,6 +170,9 @@ class KnownValues(compat.TorchDispatchMode):
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         return aten.nonzero_static.default(mask, size=self._ask(_count, (mask,)))
+
+    def _all_places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return [place for index in indices for place in self._places(index)]
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
         """``index``, an argument of an indexing, with a known mask as the places of its elements."""

@@ -17,6 +17,9 @@ from stepgraph.kernels.moe import grouped
 #: Grouped products, torch's and ours.
 _GROUPED = (torch.ops.aten._grouped_mm, torch.ops.stepgraph.grouped_mm, torch.ops.stepgraph.grouped_mm_weight)
 
+aten = torch.ops.aten
+_INDEXINGS = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl, aten._unsafe_index_put)
+
 
 def split(module: fx.GraphModule, group_of: Callable[[fx.Node], Any]) -> fx.GraphModule:
     """``module`` as a module that calls its pieces in order.
@@ -53,7 +56,7 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     """Why ``node`` cannot be inside a CUDA graph, or None. ``gpu``: the type of device that counts as the GPU."""
     if node.op == "call_module" or node.op in ("placeholder", "get_attr", "output"):
         return None
-    # An operator that may give a shape by values, as indexing with a mask, was traced only if here it does not.
+    # Other operators that may give a shape by values were traced only if here they do not.
     if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()) or _has_symbols(node):
         return "its result depends on values the host must read"
     if has_generator(node):
@@ -63,11 +66,20 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
-    if packet(node) in (torch.ops.stepgraph.masked_sum, torch.ops.stepgraph.selected_sum):
+    if packet(node) in (torch.ops.stepgraph.masked_sum, torch.ops.stepgraph.selected_sum) or _has_mask(node):
         return "the host must read how many elements its mask selects"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
         return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     return None
+
+
+def _has_mask(node: fx.Node) -> bool:
+    """Whether ``node`` reads or writes the elements that a mask selects; one number written there is a masked fill."""
+    if packet(node) not in _INDEXINGS or len(node.args) > 2 and not any(node.args[3:4]) and node.args[2].meta["val"].numel() == 1:
+        return False
+    masks = [i.meta["val"] for i in node.args[1] if i is not None]
+    return any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
+
 
 
 def _has_symbols(node: fx.Node) -> bool:

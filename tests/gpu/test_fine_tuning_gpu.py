@@ -52,7 +52,7 @@ def test_losses_are_those_of_transformers(example, precision, rel, strayed):
 def test_preference_pairs(example, precision, capsys):
     """A run of DPO is compiled, puts its heads in parts, starts at log 2 and prefers the chosen answers."""
     rows = [
-        {"prompt": f"What is {i} plus 1?", "chosen": f"It is {i + 1}.", "rejected": f"Maybe {i}?"} for i in range(40)
+        {"prompt": f"What is {i} plus 1?", "chosen": f"It is {i + 1}.", "rejected": f"Maybe {i}?"} for i in range(400)
     ]
     (example / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = example / f"dpo-{precision}"

@@ -150,6 +150,10 @@ def _results(use: Use) -> tuple[Where, ...]:
     return use.result if type(use.result) is tuple else (use.result,)
 
 
+#: Where regions are sought.
+_PHASES = ("forward", "loss", "backward")
+
+
 @dataclass(eq=False)
 class Region:
     """Nodes that are computed in tiles together. ``key``: the block, and whether in backward. ``known``: where each
@@ -186,7 +190,7 @@ class Regions:
         with_rows = set(step.placeholders(BatchLeaf, Value))  # what is made of the batch, except sums over all of it
         region: Region | None = None
         blocks: dict[str, str | None] = {}
-        for node in step.nodes("forward", "loss", "backward"):
+        for node in step.nodes(*_PHASES):
             if is_mutating(node) or is_random(node):  # nothing moves over it
                 self._close(region)
                 region = None
@@ -233,7 +237,8 @@ class Regions:
             return
         for node, use in region.uses.items():
             writes = self.aliases.writes.get(self.aliases.root(node), ())
-            if any(self.nodes[p] not in region.uses for p in writes):
+            writers = (self.nodes[p] for p in writes)  # clipping and the optimizer write when all tiles are done
+            if any(w not in region.uses and phase_of(w) in _PHASES for w in writers):
                 self.left.append(f"the result of {name_of(node.target)} is written in place by what is not in tiles")
             elif type(use.result) is tuple and not is_view(node) and region.outside(node):
                 self.left.append(f"a result of {name_of(node.target)} is taken where tiles end")

@@ -79,10 +79,10 @@ CASES = {
 }
 
 
-def captured(model, loss, batch, tiles, memory="none"):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+def captured(model, loss, batch, tiles, memory="none", optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
     passes = configured("default", inductor="off", norm="eager", tiles=tiles, memory=memory)
-    return stepgraph.capture(model, loss, batch, optimizer, passes=passes)
+    return stepgraph.capture(model, loss, batch, optimizer, passes=passes, **options)
 
 
 def made(case, dtype=torch.float64, samples=2, length=8):
@@ -107,6 +107,14 @@ def eager(model, loss, batch):
 
 def report_of(step):
     return next(report for report in step.report if report.name == "tile_sequence")
+
+
+def test_gradients_that_clipping_and_the_optimizer_write():
+    """torch's fused optimizers say that they write over the gradients."""
+    model, _, loss, batch = made("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    report = report_of(captured(model, loss, batch, 4, "full", optimizer, max_grad_norm=1.0))
+    assert report.changed == report.matched, report.notes
 
 
 @pytest.mark.parametrize(
