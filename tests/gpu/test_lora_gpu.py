@@ -70,7 +70,7 @@ def test_peft_by_the_default_pipeline(kind):
 
 
 def test_experts_by_the_default_pipeline():
-    """As near to fp64 as eager peft, and nothing as large as the experts' weights is computed."""
+    """As near to fp32 as eager peft, and nothing as large as the experts' weights is computed."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(0)
     experts = dict(moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, head_dim=64)
@@ -81,18 +81,21 @@ def test_experts_by_the_default_pipeline():
     model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False).cuda().bfloat16()
     ids = torch.randint(512, (2, 256), device="cuda")
     loss_fn = lambda model, ids: model(input_ids=ids, labels=ids, use_cache=False).loss  # noqa: E731
-    eager, mine = copy.deepcopy(model), copy.deepcopy(model)
+    eager, mine, exact = (copy.deepcopy(model) for _ in range(3))
     expected = loss_fn(eager, ids)
     expected.backward()
+    exact.get_base_model().set_experts_implementation("eager")  # grouped products are in bf16 alone
+    loss_fn(exact.float(), ids).backward()
     step = stepgraph.capture(mine, loss_fn, ids, passes=StepOptions(cuda_graph=False))
     loss = step(ids)
     report = next(r for r in step.report if r.name == "lora_experts")
     assert (report.changed, report.notes) == (4, [])
     assert float(loss) == pytest.approx(float(expected), rel=1e-2)
-    # Routing in bf16 sends a token elsewhere now and then.
-    for (name, p), q in zip(mine.named_parameters(), eager.parameters(), strict=True):
+    # Routing in bf16 sends a token elsewhere now and then, in either.
+    for (name, p), q, r in zip(mine.named_parameters(), eager.parameters(), exact.parameters(), strict=True):
         if p.grad is not None:
-            assert (p.grad - q.grad).float().norm() < 0.1 * q.grad.float().norm(), name
+            ours, theirs, size = ((g.float() - r.grad).norm() for g in (p.grad, q.grad, torch.zeros_like(r.grad)))
+            assert ours < 1.3 * theirs + 0.03 * size, name
 
 
 @pytest.mark.parametrize("kind", [None, "nf4", "fp8"])

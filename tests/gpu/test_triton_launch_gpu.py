@@ -269,7 +269,8 @@ def test_liger_under_default_passes_is_close():
 
 
 def test_after_a_refused_capture_the_gpu_works():
-    """Liger's loss takes the number of labels to the host: one line, and no kernel has run on what is not there."""
+    """Liger's loss takes the number of labels to the host, which the batch gives; a branch on the loss is refused in
+    one line, and no kernel has run on what is not there."""
     transformers = pytest.importorskip("transformers")
     liger = pytest.importorskip("liger_kernel.transformers")
 
@@ -277,9 +278,15 @@ def test_after_a_refused_capture_the_gpu_works():
         logits = model(input_ids=batch["tokens"]).logits
         return liger.LigerCrossEntropyLoss()(logits.flatten(0, 1), batch["targets"].flatten())
 
+    def refused(model, batch):
+        value = loss(model, batch)
+        return value * 2 if value > 3 else value
+
     model = liger_qwen3()
     assert isinstance(model, transformers.PreTrainedModel)
     with pytest.raises(stepgraph.errors.CaptureError, match="needs a tensor's value"):
-        stepgraph.capture(model, loss, batches()[0], torch.optim.AdamW(model.parameters(), fused=True))
+        stepgraph.capture(model, refused, batches()[0], torch.optim.AdamW(model.parameters(), fused=True))
     torch.cuda.synchronize()
-    assert torch.isfinite(loss(model, batches()[0]))
+    plain = loss(model, batches()[0])
+    step = stepgraph.capture(model, loss, batches()[0], passes="exact")
+    assert torch.equal(step(batches()[0]), plain.detach())
