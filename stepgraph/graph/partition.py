@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from stepgraph.graph.facts import has_generator, packet
+from stepgraph.graph.facts import argument, has_generator, packet
 from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.provenance import provenance
 from stepgraph.kernels import masked_sum  # noqa: F401  (defines an operator of torch.ops.stepgraph)
@@ -75,11 +75,11 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
 
 def _has_mask(node: fx.Node) -> bool:
     """Whether ``node`` reads or writes the elements that a mask selects; one number written there is a masked fill."""
-    if packet(node) not in _INDEXINGS or len(node.args) > 2 and not any(node.args[3:4]) and node.args[2].meta["val"].numel() == 1:
+    if packet(node) not in _INDEXINGS:
         return False
-    masks = [i.meta["val"] for i in node.args[1] if i is not None]
-    return any(mask.dtype in (torch.bool, torch.uint8) for mask in masks)
-
+    masks = any(i is not None and i.meta["val"].dtype in (torch.bool, torch.uint8) for i in node.args[1])
+    values = argument(node, "values")
+    return masks and (values is None or argument(node, "accumulate") or values.meta["val"].numel() > 1)
 
 
 def _has_symbols(node: fx.Node) -> bool:
