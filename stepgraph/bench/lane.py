@@ -5,14 +5,17 @@ was its stdout.
 """
 
 import contextlib
+import itertools
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -29,11 +32,12 @@ Item = TypeVar("Item")
 class Lane:
     """The process of ``command`` and the row of its provider. Once it has failed it answers nothing. A context manager.
 
-    ``limit_s``: seconds that an answer may take; None: no limit. What takes longer is a failure.
+    ``limit_s``: seconds that an answer may take from its request, None: no limit; ``until``: by when it must have come
+    in any case, of ``time.monotonic()``. What takes longer is a failure.
     """
 
-    def __init__(self, row: Row, command: Sequence[str], limit_s: float | None = None):
-        self.row, self.command, self.limit_s = row, command, limit_s
+    def __init__(self, row: Row, command: Sequence[str], limit_s: float | None = None, until: float = math.inf):
+        self.row, self.command, self.limit_s, self.until = row, command, limit_s, until
         self.process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Lane":
@@ -78,6 +82,7 @@ class Lane:
 
     def send(self, request: dict[str, Any]) -> None:
         """Hands over ``request`` without waiting; `receive` gives the answer."""
+        self._sent = time.monotonic()
         if self.process is not None:
             with contextlib.suppress(BrokenPipeError):  # it has ended: `receive` says how
                 print(json.dumps(request), file=self.process.stdin, flush=True)
@@ -87,12 +92,14 @@ class Lane:
         if self.process is None:
             return {}
         patience_s = 30.0
+        by = min(self.until, math.inf if self.limit_s is None else self._sent + self.limit_s)
+        left = None if by == math.inf else max(0.0, by - time.monotonic())
         # One answer a request: none is left in the buffer of stdout.
-        if self.limit_s is None or select.select([self.process.stdout], [], [], self.limit_s)[0]:
+        if select.select([self.process.stdout], [], [], left)[0]:
             line = self.process.stdout.readline()
             answer = json.loads(line) if line else {"error": self._how_it_ended()}
         else:
-            answer, patience_s = {"error": f"not done after {self.limit_s:g} s: {self._progress}"}, 0.0
+            answer, patience_s = {"error": f"not done after {by - self._sent:.4g} s: {self._progress}"}, 0.0
         if "error" in answer:
             self.row.error = answer["error"]
             note(self.row, f"failed: {self.row.error}")
@@ -120,44 +127,62 @@ def rotated(items: Sequence[Item], by: int) -> list[Item]:
 
 
 def measured(
-    lanes: Sequence[Lane],
+    groups: Iterable[Sequence[Lane]],
     job: dict[str, Any],
-    together: int,
     rounds: int,
     steps: int,
     conclude: Callable[[Lane], None],
     *,
     build_apart: bool = False,
 ) -> Iterator[list[Row]]:
-    """Rows of the providers, ``together`` of them at a time, as they are done.
+    """Rows of the providers of one model after another, as they are done. The lanes of a group live at once, those of a
+    model next to each other, and build at once; only when all are built is the first one timed.
 
-    They live at once and take turns, each time beginning with another one, so that what else the machine does falls on
+    A model's providers take turns, each time beginning with another one, so that what else the machine does falls on
     the same for all: ``rounds`` rounds of ``steps`` steps. ``conclude(lane)``: fills in what follows from the figures.
     ``build_apart``: one builds after the other, which on a CPU would take its processors.
     """
-    for start in range(0, len(lanes), together):
+    for group in groups:
         with contextlib.ExitStack() as stack:
-            some = [stack.enter_context(lane) for lane in lanes[start : start + together]]
+            begun = [stack.enter_context(lane) for lane in group if _begins(lane)]
             if not build_apart:
-                for lane in some:
-                    lane.send(job | {"provider": lane.row.provider})
-            for lane in some:
-                lane.keep(first := lane.ask(job | {"provider": lane.row.provider}) if build_apart else lane.receive())
+                for lane in begun:
+                    lane.send(_job(job, lane))
+            for lane in begun:
+                lane.keep(first := lane.ask(_job(job, lane)) if build_apart else lane.receive())
                 if lane.row.unavailable:
                     note(lane.row, lane.row.unavailable)
                     lane.close()
                 elif first:
                     note(lane.row, f"first step {lane.row.first_step_s:.1f} s, losses {lane.row.losses}")
-            for number in range(rounds):
-                for lane in rotated(some, number):
-                    if answer := lane.ask({"do": "round", "steps": steps}):
-                        lane.row.step_ms_all.append(answer["step_ms"])
-            for lane in some:
-                lane.keep(lane.ask({"do": "finish", "steps": steps}))
-                _conclude(lane.row)
-                conclude(lane)
-                lane.close()
-        yield [lane.row for lane in some]
+            for _, lanes in itertools.groupby(group, lambda lane: lane.row.model):
+                yield _timed([*lanes], rounds, steps, conclude)
+
+
+def _begins(lane: Lane) -> bool:
+    """Whether time is left for ``lane``; its row says so if not."""
+    if over := time.monotonic() >= lane.until:
+        lane.row.error = "not begun: the time for all was over"
+        note(lane.row, lane.row.error)
+    return not over
+
+
+def _job(job: dict[str, Any], lane: Lane) -> dict[str, Any]:
+    return job | {"model": lane.row.model, "provider": lane.row.provider}
+
+
+def _timed(lanes: Sequence[Lane], rounds: int, steps: int, conclude: Callable[[Lane], None]) -> list[Row]:
+    """The rows of one model's ``lanes``, which are built, once they are timed. Ends their processes."""
+    for number in range(rounds):
+        for lane in rotated(lanes, number):
+            if answer := lane.ask({"do": "round", "steps": steps}):
+                lane.row.step_ms_all.append(answer["step_ms"])
+    for lane in lanes:
+        lane.keep(lane.ask({"do": "finish", "steps": steps}))
+        _conclude(lane.row)
+        conclude(lane)
+        lane.close()
+    return [lane.row for lane in lanes]
 
 
 def _conclude(row: Row) -> None:

@@ -135,8 +135,8 @@ class TrainBench(RecordFile):
 
 @dataclass(frozen=True)
 class ModelBench(DeviceOptions, RecordFile):
-    """Measure a training step of unmodified transformers models, built from their configurations, a process each.
-    --help-all lists the models."""
+    """Measure a training step of unmodified transformers models, built from their configurations, a process each. NAME
+    all: all of them; --help-all lists them."""
 
     providers: str = "eager,compile,compile-max-autotune-no-cudagraphs,liger,liger-compile,stepgraph"
     """Names with commas between; --help-all lists them."""
@@ -150,8 +150,15 @@ class ModelBench(DeviceOptions, RecordFile):
     limit_s: float = 600
     """Seconds that a provider may take for its first steps, or for a round; then it is ended."""
 
+    total_s: float | None = None
+    """Seconds for all: what is not done by then is ended and reported, so that tables and record are complete."""
+
     together: int = 1
     """Providers of a model that build and compile at once, all in one GPU's memory; rounds are timed one by one."""
+
+    models_together: int = 1
+    """Models whose providers build and compile at once, as far as they fit the GPU's memory by models.json's figures;
+    timing begins when all of them are built. One that ran out of memory among others is measured again, alone."""
 
     profile: Path | None = None
     """Write where stepgraph's step spends its time into this folder, as MODEL.PROVIDER.md."""

@@ -1,8 +1,12 @@
 """``stepgraph bench model``: a training step of unmodified models under each provider, side by side."""
 
 import importlib.metadata
+import math
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +15,10 @@ import torch
 from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
 from stepgraph.bench.harness import FIRST_STEPS
 from stepgraph.bench.lane import Lane, measured
-from stepgraph.bench.model.models import BATCH_SEED, MODELS, WEIGHT_SEED, model_names, require_transformers
+from stepgraph.bench.model.models import BATCH_SEED, MODELS, TINY, WEIGHT_SEED, WHOLE, model_names, require_packages
 from stepgraph.bench.model.providers import PROVIDERS
 from stepgraph.bench.model.table import model_section, summary
+from stepgraph.bench.progress import note
 from stepgraph.bench.results import check_losses, write
 from stepgraph.bench.rows import Row
 from stepgraph.config.command_line import parse, require_folder
@@ -24,11 +29,16 @@ from stepgraph.config.environment import environment
 #: What runs in a provider's process.
 CHILD = [sys.executable, "-m", "stepgraph.bench.model.child"]
 
+#: Provider, or how its name begins -> its memory over that of torch.compile by default, measured on an H100.
+_SHARES = {"eager": 1.6, "stepgraph": 0.75}
+
+_OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|ALLOC_FAILED", re.IGNORECASE)
+
 
 def main(argv: list[str]) -> int:
     """Measures and reports; 1 if a provider failed or its losses are not the others'."""
     names, options = parse_model(argv)
-    require_transformers()
+    require_packages(names)
     device, env = pick_device(options.device), environment()
     settings: dict[str, Any] = {
         "benchmark": "model",
@@ -39,6 +49,7 @@ def main(argv: list[str]) -> int:
         "rounds": options.rounds,
         "limit_s": options.limit_s,
         "together": options.together,
+        "models_together": options.models_together,
         "first_steps": FIRST_STEPS,
         "seeds": {"weights": WEIGHT_SEED, "batch": BATCH_SEED},
         "optimizer": "torch.optim.AdamW(fused=True)",
@@ -47,17 +58,18 @@ def main(argv: list[str]) -> int:
         "precision": "bf16-parameters",
         "models": {},
     }
-    rows: dict[str, list[Row]] = {}
-    for name in names:
-        found = rows[name] = []
-        for some in measure(name, options, settings["providers"], device):
-            found += some
-            losses = check_losses(found, settings["precision"])
-            model = MODELS[name]
-            settings["models"][name] = asdict(model) | {"unit": model.unit, "losses": losses}
-            if options.json is not None:  # after each, so that an interruption keeps what was measured
-                write(options.json, env, settings, [row for those in rows.values() for row in those])
-        print(model_section(name, env, settings, found), flush=True)
+    rows: dict[str, list[Row]] = {name: [] for name in names}
+    for some in measure(names, options, settings["providers"], device):
+        name = some[0].model
+        found = rows[name]
+        found += some
+        losses = check_losses(found, settings["precision"])
+        model = MODELS[name]
+        settings["models"][name] = asdict(model) | {"unit": model.unit, "losses": losses}
+        if options.json is not None:  # after each, so that an interruption keeps what was measured
+            write(options.json, env, settings, [row for those in rows.values() for row in those])
+        if len(found) == len(settings["providers"]):
+            print(model_section(name, env, settings, found), flush=True)
     print(summary(list(rows.items())))
     return int(any(row.error or row.disagreement for those in rows.values() for row in those))
 
@@ -66,7 +78,8 @@ def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
     """(models, options) of ``argv``. Raises ValueError, in one line, for an unknown model, option or provider and for a
     bad value."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
-    text = f"{ModelBench.__doc__} Models: {', '.join(MODELS)}. Providers: {', '.join(PROVIDERS)}."
+    models = f"{', '.join(WHOLE)}; with {TINY} after a name: its tiny form"
+    text = f"{ModelBench.__doc__} Models: {models}. Providers: {', '.join(PROVIDERS)}."
     (options,) = parse(argv[count:], "stepgraph bench model NAME ...", ModelBench(), description=text)
     _check(options)
     return model_names(argv[:count]), options
@@ -75,24 +88,69 @@ def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
 def _check(options: ModelBench) -> None:
     """Raises ValueError, in one line, for an option that cannot be right."""
     provider_names(options.providers, PROVIDERS)
-    for name in ("steps", "rounds", "limit_s", "together"):
-        if getattr(options, name) <= 0:
+    for name in ("steps", "rounds", "limit_s", "total_s", "together", "models_together"):
+        if getattr(options, name) is not None and getattr(options, name) <= 0:
             raise ValueError(f"{name}={getattr(options, name)} must be above 0")
     if options.profile is not None and not options.profile.is_dir():
         raise ValueError(f"profile={options.profile} is no folder; make it first")
     require_folder(options.json)
 
 
-def measure(model: str, options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[Row]]:
-    """Rows of the providers, ``together`` of them at a time, as they are done."""
+def measure(names: list[str], options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[Row]]:
+    """Rows of the providers of each model, ``together`` of them at a time, as they are done."""
+    until = math.inf if options.total_s is None else time.monotonic() + options.total_s
+
+    def lane(model: str, provider: str) -> Lane:
+        return Lane(Row(model=model, provider=provider), CHILD, options.limit_s, until)
 
     def conclude(lane: Lane) -> None:
         if lane.row.step_ms:
-            lane.row.per_s = 1000 * MODELS[model].units / lane.row.step_ms
+            lane.row.per_s = 1000 * MODELS[lane.row.model].units / lane.row.step_ms
         if options.profile is not None and lane.row.provider.startswith("stepgraph"):
-            path = options.profile.resolve() / f"{model}.{lane.row.provider}.md"
+            path = options.profile.resolve() / f"{lane.row.model}.{lane.row.provider}.md"
             lane.ask({"do": "profile", "path": str(path)})
 
-    lanes = [Lane(Row(model=model, provider=name), CHILD, options.limit_s) for name in providers]
-    job = {"model": model, "device": str(device)}
-    return measured(lanes, job, options.together, options.rounds, options.steps, conclude)
+    gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.inf
+    waiting = deque(grouped(names, providers, options.together, options.models_together, gib))
+    alone = {group[0] for group in waiting if len(group) == 1}
+
+    def groups() -> Iterator[list[Lane]]:
+        while waiting:
+            yield [lane(*pair) for pair in waiting.popleft()]
+
+    for rows in measured(groups(), {"device": str(device)}, options.rounds, options.steps, conclude):
+        crowded = [row for row in rows if _OUT_OF_MEMORY.search(row.error or "") and _pair(row) not in alone]
+        for row in crowded:
+            note(row, "it is measured again, alone")
+        alone.update(map(_pair, crowded))
+        waiting.extend([_pair(row)] for row in crowded)
+        if done := [row for row in rows if row not in crowded]:
+            yield done
+
+
+def _pair(row: Row) -> tuple[str, str]:
+    return row.model, row.provider
+
+
+def grouped(
+    names: Sequence[str], providers: Sequence[str], together: int, models_together: int, gib: float
+) -> list[list[tuple[str, str]]]:
+    """(model, provider) of the lanes that live at once, group by group: up to ``together`` providers of each of up to
+    ``models_together`` models that are next to each other in ``names``, as far as they fit ``gib`` of memory."""
+    some: list[list[str]] = []
+    for name in names:
+        whole = sum(_most_gib(model, providers, together) for model in (*(some[-1] if some else ()), name))
+        if not some or len(some[-1]) == models_together or whole > gib:
+            some.append([])
+        some[-1].append(name)
+    return [
+        [(name, provider) for name in names for provider in providers[start : start + together]]
+        for names in some
+        for start in range(0, len(providers), together)
+    ]
+
+
+def _most_gib(model: str, providers: Sequence[str], together: int) -> float:
+    """GiB of the ``together`` providers of ``model`` that take most."""
+    shares = sorted((next((s for n, s in _SHARES.items() if p.startswith(n)), 1.0) for p in providers), reverse=True)
+    return MODELS[model].gib * sum(shares[:together])

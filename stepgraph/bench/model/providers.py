@@ -37,7 +37,7 @@ class CompiledUpdateStep(ModelStep):
 
     def __init__(self, parts: Parts):
         # A tensor: as a number the rate would be a constant of the compiled code.
-        optimizer = torch.optim.AdamW(parts.model.parameters(), torch.tensor(LEARNING_RATE), foreach=True)
+        optimizer = torch.optim.AdamW(trained(parts.model), torch.tensor(LEARNING_RATE), foreach=True)
         super().__init__(Parts(parts.model, parts.loss_fn, parts.batch, optimizer, parts.options), "default")
         self.compiled_update = torch.compile(super().update)
 
@@ -48,7 +48,12 @@ class CompiledUpdateStep(ModelStep):
 
 def parts_of(model: nn.Module, batch: Batch) -> Parts:
     """What every provider's step is made of."""
-    return Parts(model, loss_of, batch, fused_adamw(list(model.parameters())), StepOptions())
+    return Parts(model, loss_of, batch, fused_adamw(trained(model)), StepOptions())
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen."""
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -70,10 +75,11 @@ def patch_with_liger(model: nn.Module) -> None:
         raise UnavailableError("liger-kernel is not installed: pip install liger-kernel")
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model.config.model_type)
+    config = getattr(model, "config", None)  # a model of no library has none
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get(config.model_type) if config is not None else None
     if apply is None:
-        raise UnavailableError(f"Liger has no patches for {model.config.model_type}")
-    apply(model=model)
+        raise UnavailableError(f"Liger has no patches for {config.model_type if config else type(model).__name__}")
+    apply(model=model.get_base_model() if hasattr(model, "get_base_model") else model)  # adapters are around it
 
 
 #: Name -> the step made of the parts. `compile-...` are torch.compile's modes; `compile-update` compiles clipping and

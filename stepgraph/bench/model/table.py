@@ -11,7 +11,9 @@ from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, 
 def model_title(model: str, settings: dict[str, Any]) -> str:
     """The model and its batch, such as ``qwen3-0.6b, batch 8 x 2048, bf16``."""
     chosen = settings["models"][model]
-    return f"{model}, batch {chosen['batch_size']} x {chosen['seq_len']}, bf16"
+    target = f" + {chosen['target_len']}" if chosen.get("target_len") else ""
+    adapters = f", LoRA of rank {chosen['lora']}" if chosen.get("lora") else ""
+    return f"{model}, batch {chosen['batch_size']} x {chosen['seq_len']}{target}, bf16{adapters}"
 
 
 def model_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
@@ -43,8 +45,9 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
         f"step ms: median of {settings['rounds']} rounds, each the median of {settings['steps']} steps; a process each",
         "every provider: bf16 parameters, SDPA attention, no dropout, clipping, torch's fused AdamW",
     ]
-    if settings["together"] > 1:
-        notes.append(f"up to {settings['together']} providers built and compiled at once: first steps took longer")
+    at_once = settings["together"] * settings.get("models_together", 1)  # older records lack the second
+    if at_once > 1:
+        notes.append(f"up to {at_once} providers built and compiled at once: first steps took longer")
     notes.append(chosen["losses"])
     return (
         notes
@@ -63,15 +66,20 @@ def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
     found = [ratios(model, rows) for model, rows in records]
     columns = ["model", "best other", "speed", "memory", "first step"]
     cells = [[r.model, r.best or "", _times(r.speed), _times(r.memory), _times(r.first_step)] for r in found]
-    means = [geometric_mean(getattr(r, name) for r in found) for name in ("speed", "memory", "first_step")]
-    cells.append(["geometric mean", "", *map(_times, means)])
+    figures = [[getattr(r, name) for r in found] for name in ("speed", "memory", "first_step")]
+    cells.append(["geometric mean", "", *(_times(geometric_mean(values)) for values in figures)])
+    worst = [
+        pick((value for value in values if value is not None), default=None)
+        for pick, values in zip((min, max, max), figures, strict=True)
+    ]
+    cells.append(["least gain", "", *map(_times, worst)])
     lines = [
         f"### {OURS} and the others",
         "",
         *align(columns, cells),
         "",
         "- speed: over the fastest other provider; memory: over the least that any other takes; first step: "
-        "over that of torch.compile by default",
+        "over that of torch.compile by default; least gain: the worst of each column",
     ]
     why = f"not compared, as {OURS} or all others failed, disagreed or did not run"
     return "\n".join(lines + [f"- {r.model}: {why}" for r in found if r.speed is None]) + "\n"

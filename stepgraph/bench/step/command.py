@@ -112,4 +112,5 @@ def measure(config: TrainConfig, options: StepBench, device: torch.device) -> It
     ]
     job, cpu = {"config": config.to_json(), "device": str(device)}, device.type == "cpu"
     at_once = len(lanes) if cpu else options.together
-    return measured(lanes, job, at_once, options.repeats, options.steps, conclude, build_apart=cpu)
+    groups = [lanes[start : start + at_once] for start in range(0, len(lanes), at_once)]
+    return measured(groups, job, options.repeats, options.steps, conclude, build_apart=cpu)

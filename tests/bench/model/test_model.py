@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ import transformers
 
 from stepgraph import bench
 from stepgraph.bench.model import command, models, providers
-from stepgraph.bench.model.models import MODELS, TASKS
+from stepgraph.bench.model.models import MODELS, TASKS, TINY, WHOLE
 from stepgraph.bench.model.profile import group_of, kind_of
 from stepgraph.bench.model.results import ratios
 from stepgraph.bench.model.table import summary
 from stepgraph.bench.rows import Row, geometric_mean
+from stepgraph.config.commands import ModelBench
 
 CPU = torch.device("cpu")
 
@@ -32,7 +34,7 @@ def record(tmp_path_factory):
         words = ["--providers", "eager,wrong,liger,stepgraph-exact", "--together", "2"]
         words += ["--steps", "2", "--rounds", "2", "--device", "cpu"]
         places = ["--json", str(folder / "record.json"), "--profile", str(folder)]
-        status = bench.main(["model", "gpt2-debug", *words, *places])
+        status = bench.main(["model", "gpt2-medium-debug", *words, *places])
     return status, json.loads((folder / "record.json").read_text()), folder
 
 
@@ -44,7 +46,7 @@ def rows(record):
 def test_the_record_holds_every_figure(record, rows):
     settings = record[1]["settings"]
     assert list(rows) == settings["providers"]
-    assert settings["models"]["gpt2-debug"]["sizes"] == MODELS["gpt2-debug"].sizes
+    assert settings["models"]["gpt2-medium-debug"]["sizes"] == MODELS["gpt2-medium-debug"].sizes
     for name in ("eager", "stepgraph-exact"):
         row = rows[name]
         assert row["error"] is None and row["disagreement"] is None
@@ -68,7 +70,7 @@ def test_a_provider_that_cannot_do_a_model_is_no_failure(rows):
 
 
 def test_the_profile_names_what_ran(record):
-    text = (record[2] / "gpt2-debug.stepgraph-exact.md").read_text()
+    text = (record[2] / "gpt2-medium-debug.stepgraph-exact.md").read_text()
     assert "matrix products" in text and "aten::addmm" in text
 
 
@@ -76,18 +78,27 @@ def test_the_report_prints_and_draws_the_record(record, capsys, tmp_path):
     png = tmp_path / "chart.png"
     assert bench.main(["report", str(record[2] / "record.json"), "--plot", str(png)]) == 0
     said = capsys.readouterr().out
-    assert "### gpt2-debug, batch 2 x 32, bf16" in said and "losses disagree: wrong" in said
+    assert "### gpt2-medium-debug, batch 2 x 32, bf16" in said and "losses disagree: wrong" in said
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("-debug")])
-def test_every_kind_of_model_learns(name):
-    """Loss and gradients come from transformers alone."""
-    step = providers.ModelStep(providers.parts_of(models.build(name, CPU), models.batch_of(name, CPU)))
-    losses = [step().item() for _ in range(4)]
-    assert losses[-1] < losses[0]
-    assert {p.dtype for p in step.params} == {torch.bfloat16}
-    assert step.model.config._attn_implementation == "sdpa"
+@pytest.mark.parametrize("name", list({str(MODELS[name + TINY]): name for name in WHOLE}.values()))
+def test_every_model_is_captured_and_has_the_bits_of_eager(name):
+    """Loss and gradients come from the model's library alone; models of one tiny form are tested once."""
+    parts = [providers.parts_of(models.build(name + TINY, CPU), models.batch_of(name + TINY, CPU)) for _ in range(2)]
+    start = [p.clone() for p in parts[0].model.parameters()]
+    steps = [
+        providers.PROVIDERS[provider](those)
+        for provider, those in zip(("eager", "stepgraph-exact"), parts, strict=True)
+    ]
+    losses = [[step().item() for _ in range(2)] for step in steps]
+    assert losses[0] == losses[1] and math.isfinite(losses[0][1])
+    after = [list(those.model.parameters()) for those in parts]
+    assert all(map(torch.equal, *after))
+    moved = {p.requires_grad for p, before in zip(after[0], start, strict=True) if not torch.equal(p, before)}
+    assert moved == {True} and torch.bfloat16 in {p.dtype for p in after[0] if p.requires_grad}
+    if TASKS[MODELS[name].task].auto_class and "mamba" not in name:
+        assert parts[0].model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -102,26 +113,70 @@ def test_every_kind_of_model_learns(name):
         ("modernbert-base", 150),
         ("modernbert-large", 396),
         ("vit-l", 304),
+        ("nanogpt-124m", 124),
+        ("pythia-410m", 405),
+        ("olmo2-1b", 1485),
+        ("t5-base", 223),  # 248 with a head of its own, which transformers 5 ties
+        ("whisper-small", 242),
+        ("bert-large", 335),
+        ("mamba2-130m", 129),
+        ("mistral-7b-lora", 7290),  # 7,248 without the adapters
+        ("qwen2-vl-2b", 2209),
+        ("dit-l-2", 458),
     ],
 )
 def test_models_have_the_published_sizes(name, millions):
-    config = getattr(transformers, MODELS[name].config)(**MODELS[name].sizes)
-    with torch.device("meta"):
-        model = getattr(transformers, TASKS[MODELS[name].task].auto_class).from_config(config)
+    model = models.build(name, torch.device("meta"))
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_models_live_at_once_as_far_as_they_fit():
+    names, two = ["qwen3-moe", "gpt2-medium", "qwen3-0.6b"], ["compile", "stepgraph"]
+    pairs = [[(name, provider) for provider in two] for name in names]
+    assert command.grouped(names, two, 2, 3, 1000) == [[*pairs[0], *pairs[1], *pairs[2]]]
+    assert command.grouped(names, two, 2, 2, 1000) == [pairs[0] + pairs[1], pairs[2]]
+    assert command.grouped(names, two, 2, 3, 79) == [pairs[0] + pairs[1], pairs[2]]  # (18 + 23) * 1.75 = 71.75
+    assert command.grouped(names[:2], two, 1, 2, 1000) == [[(n, p) for n in names[:2]] for p in two]
+    assert command.grouped(names[:1], ["eager", *two], 3, 1, 1) == [[(names[0], p) for p in ("eager", *two)]]
+
+
+def test_who_ran_out_of_memory_among_others_is_measured_again_alone(monkeypatch):
+    """As is who ran out alone: once."""
+    groups = []
+
+    def measured(lanes, *_):
+        for group in lanes:
+            groups.append([(lane.row.model, lane.row.provider) for lane in group])
+            for lane in group:
+                lane.row.error = "OutOfMemoryError: CUDA out of memory" if lane.row.provider == "compile" else None
+                yield [lane.row]
+
+    monkeypatch.setattr(command, "measured", measured)
+    options = ModelBench(together=2, models_together=2)
+    names = ["vit-l", "bert-large"]
+    rows = [row for some in command.measure(names, options, ["compile", "eager"], CPU) for row in some]
+    assert groups[1:] == [[(name, "compile")] for name in names]
+    assert [(row.model, row.provider, bool(row.error)) for row in rows] == [
+        (name, provider, provider == "compile") for provider in ("eager", "compile") for name in names
+    ]
+
+
+def test_all_names_every_model_of_its_authors_size():
+    assert models.model_names(["vit-l", "all"]) == ["vit-l", *(name for name in WHOLE if name != "vit-l")]
+    assert len({MODELS[name].config for name in WHOLE}) >= 16
 
 
 def test_weights_and_batch_are_the_same_in_every_process():
     text = (
         "import torch; from stepgraph.bench.model import models as m; d = torch.device('cpu'); "
-        "w = sum(p.double().abs().sum() for p in m.build('vit-debug', d).parameters()); "
-        "print(w.item(), m.batch_of('vit-debug', d)['pixel_values'].double().sum().item())"
+        "w = sum(p.double().abs().sum() for p in m.build('vit-l-debug', d).parameters()); "
+        "print(w.item(), m.batch_of('vit-l-debug', d)['pixel_values'].double().sum().item())"
     )
     said = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()
-    weights = sum(p.double().abs().sum() for p in models.build("vit-debug", CPU).parameters())
+    weights = sum(p.double().abs().sum() for p in models.build("vit-l-debug", CPU).parameters())
     assert [float(word) for word in said] == [
         weights.item(),
-        models.batch_of("vit-debug", CPU)["pixel_values"].double().sum().item(),
+        models.batch_of("vit-l-debug", CPU)["pixel_values"].double().sum().item(),
     ]
 
 
@@ -143,6 +198,17 @@ def test_who_failed_or_is_wrong_counts_for_nothing():
     assert ratios("m", rows).speed == 2.0 and ratios("m", rows).first_step is None
     assert ratios("m", rows[:3]).speed is None
     assert "m: not compared" in summary([("m", rows[:3])])
+
+
+def test_the_summary_ends_with_the_mean_and_the_least():
+    rows = {
+        name: [row("eager", 20, 8), row("stepgraph", ms, memory)] for name, ms, memory in (("a", 10, 4), ("b", 5, 12))
+    }
+    cells = [
+        [*map(str.strip, line.split("|"))] for line in summary([*rows.items()]).splitlines() if line.count("|") > 3
+    ]
+    assert cells[-2][1:5] == ["geometric mean", "", "2.83x", "0.87x"]
+    assert cells[-1][1:5] == ["least gain", "", "2.00x", "1.50x"]
 
 
 def test_geometric_mean():
@@ -167,11 +233,13 @@ def test_kernels_are_grouped(name, kind, group):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no model given: name one or more of qwen3-0.6b"),
+        ([], "no model given: name one or more of all, qwen3-0.6b"),
         (["qwen3-0.6"], "did you mean 'qwen3-0.6b'.*allowed: .*vit-l"),
-        (["zzz"], "unknown model 'zzz': choose one of .*vit-l"),
+        (["zzz"], "unknown model 'zzz'; allowed: all, .*vit-l"),
         (["vit-l", "--providers", "eagr"], "unknown provider 'eagr': did you mean 'eager'"),
         (["vit-l", "--rounds", "0"], "rounds=0 must be above 0"),
+        (["vit-l", "--total-s", "0"], "total_s=0.0 must be above 0"),
+        (["vit-l", "--models-together", "0"], "models_together=0 must be above 0"),
         (["vit-l", "--together", "-1"], "together=-1 must be above 0"),
         (["vit-l", "--profile", "no/such"], "profile=no/such is no folder; make it first"),
     ],
@@ -185,4 +253,4 @@ def test_wrong_use_is_one_line(words, message):
 def test_without_transformers_one_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"transformers, which is missing: pip install 'stepgraph\[hf\]'"):
-        bench.main(["model", "vit-debug"])
+        bench.main(["model", "vit-l-debug"])
