@@ -75,6 +75,11 @@ class Row(ProviderRow):
     """Parameters of the model, tied ones once."""
     cuda_graphs: str | None = None
     """stepgraph on CUDA: how many CUDA graphs the step is, and how many nodes stay on the host."""
+    where: dict[str, dict[str, float]] | None = None
+    """``bench model``, stepgraph on CUDA: ``ms`` of a step by kind of kernel, and ``limit``, ms of its products and
+    attention at the rates measured on such a GPU."""
+    profile_error: str | None = None
+    """Why there is no ``where``, in one line; the other figures are right."""
     notes: list[str] | None = None
     """stepgraph: what else passes noted, at most 20 lines."""
 

@@ -87,6 +87,17 @@ def products_seconds(graph: fx.Graph, gpu: Gpu) -> float:
     return sum(work / gpu.peak(_dtype(node)) for node in graph.nodes if (work := flops(node)))
 
 
+def limits(graph: fx.Graph, gpu: Gpu) -> dict[str, float]:
+    """Seconds of all ``products`` and of all ``attention`` of ``graph`` at the share of ``gpu``'s FLOP/s that was
+    measured of such kernels: a step with nothing else takes no less."""
+    shares, found = filled(graph), {"products": 0.0, "attention": 0.0}
+    for node in graph.nodes:
+        if work := _work(node, shares):
+            kind = "attention" if is_attention(node) else "products"
+            found[kind] += work / gpu.peak(_dtype(node)) / _reached(node, gpu)
+    return found
+
+
 def _work(node: fx.Node, shares: Mapping[int, float]) -> int:
     """FLOPs of ``node``; ``shares``: of experts' buffers, how much of them is filled."""
     return round(flops(node) * shares.get(rows_of(node), 1.0)) if is_grouped(node) else flops(node)

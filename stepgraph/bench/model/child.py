@@ -12,7 +12,7 @@ import torch
 from stepgraph.bench.harness import Parts, Run
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.model import models
-from stepgraph.bench.model.profile import kernel_table
+from stepgraph.bench.model.profile import kernel_table, kernels_of, limits_ms, profiled, where
 from stepgraph.bench.model.providers import PROVIDERS, parts_of
 from stepgraph.config.environment import package_version
 
@@ -45,10 +45,14 @@ class ModelRun(Run):
         return found if "unavailable" in found else found | {"versions": found["versions"] | packages}
 
     def profile(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Writes where a step spends its time."""
-        table = kernel_table(self.step, self.device, f"{self.model}, {self.provider}")
-        Path(request["path"]).write_text(table, encoding="utf-8")
-        return {}
+        """Where a step spends its time, on a GPU; ``path``: also writes a table of its kernels there, if not None."""
+        profiler = profiled(self.step, self.device)
+        if request["path"] is not None:
+            table = kernel_table(profiler, self.device, f"{self.model}, {self.provider}")
+            Path(request["path"]).write_text(table, encoding="utf-8")
+        if self.device.type != "cuda":
+            return {}
+        return {"where": where(kernels_of(profiler), request["step_ms"], limits_ms(self.step, self.device))}
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         if len(found) == len(settings["providers"]):
             print(model_section(name, env, settings, found), flush=True)
     print(summary(list(rows.items())))
-    return int(any(row.error or row.disagreement for those in rows.values() for row in those))
+    wrong = (row.error or row.disagreement or row.profile_error for those in rows.values() for row in those)
+    return int(any(wrong))
 
 
 def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
@@ -104,11 +105,14 @@ def measure(names: list[str], options: ModelBench, providers: list[str], device:
         return Lane(Row(model=model, provider=provider), CHILD, options.limit_s, until)
 
     def conclude(lane: Lane) -> None:
-        if lane.row.step_ms:
-            lane.row.per_s = 1000 * MODELS[lane.row.model].units / lane.row.step_ms
-        if options.profile is not None and lane.row.provider.startswith("stepgraph"):
-            path = options.profile.resolve() / f"{lane.row.model}.{lane.row.provider}.md"
-            lane.ask({"do": "profile", "path": str(path)})
+        row = lane.row
+        if not row.step_ms:
+            return
+        row.per_s = 1000 * MODELS[row.model].units / row.step_ms
+        if row.provider.startswith("stepgraph") and (device.type == "cuda" or options.profile is not None):
+            path = options.profile and str(options.profile.resolve() / f"{row.model}.{row.provider}.md")
+            lane.keep(lane.ask({"do": "profile", "path": path, "step_ms": row.step_ms}))
+            row.profile_error, row.error = row.error, None
 
     gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else math.inf
     waiting = deque(grouped(names, providers, options.together, options.models_together, gib))

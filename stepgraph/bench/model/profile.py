@@ -1,32 +1,48 @@
-"""Where the time of a step goes: its kernels by name and by kind."""
+"""Where the time of a step goes: its kernels by name and by kind, and the limit that its products and attention set."""
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from stepgraph.bench.harness import Step
+from stepgraph.bench.harness import CapturedStep, Step
 from stepgraph.bench.table import align
+from stepgraph.costs.hardware import known_gpu
+from stepgraph.costs.roofline import limits
 
 STEPS, MOST = 3, 40
 
-#: Pattern in a kernel's name -> its kind; the first that fits. What fits none is "other".
-_KINDS = (
-    (r"^Memcpy|^Memset", "copies and fills by the driver"),
-    (r"flash|fmha|attention|sdpa|mha_", "attention"),
-    (r"nvjet|gemm|cutlass|cublas|splitK|gemv|::mm\b|addmm|\bbmm\b", "matrix products"),
-    (r"^triton_|^cpp_fused", "Inductor's kernels"),
-    (r"multi_tensor_apply|adamw?|foreach", "optimizer and clipping by torch"),
-    (r"at::native|^aten::|vectorized_elementwise|elementwise_kernel|reduce_kernel", "torch's other kernels"),
-)
+#: Kind -> pattern of its kernels' names; the first that fits. What fits none is `OTHER`. Inductor names a kernel by its
+#: sort and the operators in it, so that what it fused has the kind of its most telling operator.
+_KINDS = {
+    "copies": r"^Memcpy|^Memset",
+    "attention": r"flash|fmha|attention|sdpa|mha_",
+    "products": r"nvjet|gemm|gemv|cutlass|cublas|xmma|convolution|splitK|::(mm|addmm|bmm)\b|^_product\b|^triton_tem",
+    "optimizer": r"multi_tensor|adam|foreach|^triton_for|addcdiv|lerp|(?<!r)sqrt|vector_norm",
+    "loss": r"cross_entropy|log_softmax|nll_loss|logsumexp|^_kernel$|^_(kl_|stats|parts|gradient)",
+    "norm": r"(?<!vector_)norm|rsqrt|welford|^(sums|forward|backward|add_slots)_(pair_)?(rows_)?kernel",
+    "experts": r"^_(count|scan|place|gather|zero|zero_past|combine|swiglu_rows)_(backward_)?kernel",
+    "embedding": r"^_(chunk|join)_kernel|embedding|index_put|indexing_backward",
+    "reduction": r"^triton_(red|per)_|reduce_kernel|::sum\b|::mean\b",
+    "elementwise": r"^triton_poi_|elementwise|at::native|^cpp_fused|^aten::",
+}
+OTHER = "other"
+
+
+class Kernel(NamedTuple):
+    """A kernel's or copy's name and when it ran, in microseconds."""
+
+    name: str
+    start_us: float
+    end_us: float
 
 
 def kind_of(name: str) -> str:
     """The kind of work behind a kernel's name."""
-    return next(
-        (kind for pattern, kind in _KINDS if re.search(pattern, name, re.IGNORECASE)), "other (Triton, stepgraph's own)"
-    )
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
 def group_of(name: str) -> str:
@@ -38,18 +54,55 @@ def group_of(name: str) -> str:
     return name.partition("<")[0] + (f"<{functor[0]}>" if functor else "")
 
 
-def kernel_table(step: Step, device: torch.device, title: str) -> str:
+def profiled(step: Step, device: torch.device) -> profile:
+    """A profile of ``STEPS`` steps."""
+    cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
+        for _ in range(STEPS):
+            step()
+        if cuda:
+            torch.cuda.synchronize()
+    return profiler
+
+
+def kernels_of(profiler: profile) -> list[Kernel]:
+    """What ran on a GPU."""
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type.name == "CUDA" and not event.is_user_annotation
+    ]
+
+
+def limits_ms(step: Step, device: torch.device) -> dict[str, float] | None:
+    """ms of the products and of the attention of ``step`` at the rates measured on such a GPU; None for a GPU whose
+    rates are not known, and for a step that was not captured."""
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    if gpu is None or not isinstance(step, CapturedStep):
+        return None
+    return {kind: 1000 * seconds for kind, seconds in limits(step.step.graph.graph, gpu).items()}
+
+
+def where(kernels: Sequence[Kernel], step_ms: float, limit: Mapping[str, float] | None) -> dict[str, dict[str, float]]:
+    """Where a step of ``step_ms`` spends its time, ``STEPS`` of which ran ``kernels``. ``ms``: by kind, kernels that
+    run at once each in full, and ``host gaps``, in which none runs; ``limit``: of products and attention."""
+    kinds: dict[str, float] = defaultdict(float)
+    busy_us, end = 0.0, 0.0
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start_us):
+        kinds[kind_of(kernel.name)] += (kernel.end_us - kernel.start_us) / 1000 / STEPS
+        busy_us += max(0.0, kernel.end_us - max(kernel.start_us, end))
+        end = max(end, kernel.end_us)
+    found = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+    return {"ms": found | {"host gaps": max(0.0, step_ms - busy_us / 1000 / STEPS)}, "limit": dict(limit or {})}
+
+
+def kernel_table(profiler: profile, device: torch.device, title: str) -> str:
     """Two Markdown tables: ms per step and calls per step by kind, and of the ``MOST`` most expensive kernels, the
     same kernel with other template arguments counted together. On a CPU: operators instead of kernels.
 
     Kernels that run at once are each counted in full, so the sum may exceed the step.
     """
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
-        for _ in range(STEPS):
-            step()
-        if cuda:
-            torch.cuda.synchronize()
     kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in profiler.key_averages():

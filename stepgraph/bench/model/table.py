@@ -57,7 +57,19 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
             for row in rows
             if row.cuda_graphs
         ]
+        + [f"{row.provider}: {where_line(row)}" for row in rows if row.where and row.step_ms]
+        + [f"{row.provider}, profiled, failed: {row.profile_error}" for row in rows if row.profile_error]
     )
+
+
+def where_line(row: Row) -> str:
+    """Where the step of ``row`` spends its time: its limit, and what it takes beyond, by kind, the most first."""
+    spent, limit = row.where["ms"], row.where["limit"]
+    beyond = [(f"{kind} {ms - limit.get(kind, 0.0):.1f}", ms - limit.get(kind, 0.0)) for kind, ms in spent.items()]
+    parts = [text for text, ms in sorted(beyond, key=lambda part: -part[1]) if abs(ms) >= 0.05]
+    least = sum(limit.values())
+    known = f"{least / row.step_ms:.0%} is products and attention at their measured peak ({least:.1f} ms); beyond: "
+    return f"{known if limit else ''}{', '.join(parts)} ms"
 
 
 def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
@@ -81,6 +93,10 @@ def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
         "- speed: over the fastest other provider; memory: over the least that any other takes; first step: "
         "over that of torch.compile by default; least gain: the worst of each column",
     ]
+    shown = [
+        (model, row) for model, rows in records for row in rows if row.provider == OURS and row.where and row.step_ms
+    ]
+    lines += [f"- {model}, {row.step_ms:.4g} ms: {where_line(row)}" for model, row in shown]
     why = f"not compared, as {OURS} or all others failed, disagreed or did not run"
     return "\n".join(lines + [f"- {r.model}: {why}" for r in found if r.speed is None]) + "\n"
 

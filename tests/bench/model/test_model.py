@@ -15,11 +15,13 @@ import transformers
 from stepgraph import bench
 from stepgraph.bench.model import command, models, providers
 from stepgraph.bench.model.models import MODELS, TASKS, TINY, WHOLE
-from stepgraph.bench.model.profile import group_of, kind_of
+from stepgraph.bench.model.profile import Kernel, group_of, kind_of, where
 from stepgraph.bench.model.results import ratios
-from stepgraph.bench.model.table import summary
+from stepgraph.bench.model.table import summary, where_line
 from stepgraph.bench.rows import Row, geometric_mean
 from stepgraph.config.commands import ModelBench
+from stepgraph.costs.hardware import GPUS, PRODUCTS_REACHED
+from stepgraph.costs.roofline import limits, products_seconds
 
 CPU = torch.device("cpu")
 
@@ -71,7 +73,7 @@ def test_a_provider_that_cannot_do_a_model_is_no_failure(rows):
 
 def test_the_profile_names_what_ran(record):
     text = (record[2] / "gpt2-medium-debug.stepgraph-exact.md").read_text()
-    assert "matrix products" in text and "aten::addmm" in text
+    assert "products" in text and "aten::addmm" in text
 
 
 def test_the_report_prints_and_draws_the_record(record, capsys, tmp_path):
@@ -219,15 +221,66 @@ def test_geometric_mean():
 @pytest.mark.parametrize(
     ("name", "kind", "group"),
     [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"),
-        ("triton_red_fused_add_mul_12", "Inductor's kernels", "triton_red_fused_add_mul"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "products", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"),
+        ("triton_red_fused_add_mul_12", "reduction", "triton_red_fused_add_mul"),
+        ("triton_red_fused_add_mul_rsqrt_1", "norm", "triton_red_fused_add_mul_rsqrt"),
+        ("triton_poi_fused_add_div_mul_sqrt_1", "optimizer", "triton_poi_fused_add_div_mul_sqrt"),
+        ("triton_per_fused_linalg_vector_norm_3", "optimizer", "triton_per_fused_linalg_vector_norm"),
+        ("triton_tem_fused_flex_attention_2", "attention", "triton_tem_fused_flex_attention"),
         ("void pytorch_flash::flash_bwd_kernel<Traits<64> >", "attention", "pytorch_flash::flash_bwd_kernel"),
-        ("Memcpy DtoD (Device -> Device)", "copies and fills by the driver", "Memcpy DtoD (Device -> Device)"),
-        ("_rms_norm_backward", "other (Triton, stepgraph's own)", "_rms_norm_backward"),
+        ("Memcpy DtoD (Device -> Device)", "copies", "Memcpy DtoD (Device -> Device)"),
+        ("backward_kernel", "norm", "backward_kernel"),
+        ("_gradient_kernel", "loss", "_gradient_kernel"),
+        ("_a_kernel_of_yours", "other", "_a_kernel_of_yours"),
     ],
 )
 def test_kernels_are_grouped(name, kind, group):
     assert (kind_of(name), group_of(name)) == (kind, group)
+
+
+#: Three steps of 10 ms: a product of 6 ms, a copy that runs together with it for 2 ms of 3, and a norm of 1 ms.
+KERNELS = [
+    Kernel(name, 1e4 * step + 1e3 * start, 1e4 * step + 1e3 * end)
+    for step in range(3)
+    for name, start, end in (("nvjet_x", 0, 6), ("Memcpy DtoD", 4, 7), ("forward_kernel", 8, 9))
+]
+
+
+def test_where_the_time_of_a_step_goes():
+    found = where(KERNELS, 10.0, {"products": 5.0, "attention": 0.0})
+    assert found["ms"] == pytest.approx({"products": 6.0, "copies": 3.0, "norm": 1.0, "host gaps": 2.0})
+    said = where_line(row("stepgraph", 10.0, where=found))
+    assert said == (
+        "50% is products and attention at their measured peak (5.0 ms); "
+        "beyond: copies 3.0, host gaps 2.0, products 1.0, norm 1.0 ms"
+    )
+    assert where_line(row("stepgraph", 10.0, where=where(KERNELS, 8.0, None))).startswith("products 6.0, copies 3.0")
+    assert f"- m, 10 ms: {said}" in summary([("m", [row("eager", 20), row("stepgraph", 10.0, where=found)])])
+
+
+def test_a_profile_that_fails_loses_no_other_figure(monkeypatch):
+    def measured(groups, *_):
+        for group in groups:
+            for lane in group:
+                lane.row.step_ms = 10.0
+                lane.ask = lambda request, row=lane.row: setattr(row, "error", "CUPTI") or {}
+                _[-1](lane)
+            yield [lane.row for lane in group]
+
+    monkeypatch.setattr(command, "measured", measured)
+    options = ModelBench(profile=Path.cwd())
+    ((found,),) = command.measure(["vit-l"], options, ["stepgraph"], CPU)
+    assert (found.error, found.profile_error) == (None, "CUPTI") and found.per_s == 12800
+
+
+def test_the_limit_is_that_of_the_steps_products():
+    parts = providers.parts_of(models.build("qwen3-0.6b-debug", CPU), models.batch_of("qwen3-0.6b-debug", CPU))
+    graph = providers.PROVIDERS["stepgraph-exact"](parts).step.graph.graph
+    found, gpu = limits(graph, GPUS["h100"]), GPUS["h100"]
+    assert found["products"] + found["attention"] > products_seconds(graph, gpu) > 0
+    weights = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 128 + 256 * 64  # attention, MLP, head; each in three products
+    rate = gpu.flops[torch.bfloat16] * PRODUCTS_REACHED
+    assert found["products"] == pytest.approx(3 * 2 * 2 * 32 * weights / rate, rel=0.02)
 
 
 @pytest.mark.parametrize(
