@@ -91,7 +91,7 @@ def test_values_of_the_batch(look):
         assert torch.equal(step(batch), eager_step(model, loss_fn, batch, eager, 1.0, 1)[0])
     assert all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
     assert len(step._forms) == forms
-    assert not [node for node in step.graph.nodes if needs_host(node, gpu="cpu")]  # on a GPU, one CUDA graph
+    assert not [node for node in step.graph.graph.nodes if needs_host(node, gpu="cpu")]  # on a GPU, one CUDA graph
 
 
 def test_values_of_another_device_are_copied_outside_the_trace(monkeypatch):
