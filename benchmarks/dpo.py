@@ -16,11 +16,10 @@ import statistics
 import tempfile
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
-from children import measure_each
+from children import START, add_options, measure_each, steps_reported, timed_steps
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
@@ -30,7 +29,7 @@ from stepgraph.kernels.loss import token_log_probs
 from stepgraph.passes import StepOptions
 
 PROVIDERS = (
-    "stepgraph", "stepgraph, TRL", "TRL, Liger", "TRL, Liger, checkpointing", "Liger's loss", "TRL"
+    "stepgraph", "TRL, Liger", "stepgraph, TRL", "Liger's loss", "TRL, Liger, checkpointing", "TRL"
 )  # fmt: skip
 QWEN3_1_7B = dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16)
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
@@ -109,11 +108,7 @@ def own_loop(name: str, options: argparse.Namespace) -> tuple[list[float], list[
         step = stepgraph.capture(pair, dpo_loss, batch, optimizer, max_grad_norm=CLIP, passes=passes)
     else:
         step = _liger_step(pair, optimizer)
-    losses, ends = [], []
-    for _ in range(options.steps):
-        losses.append(step(batch).item())
-        ends.append(time.perf_counter())
-    return losses, ends
+    return timed_steps(lambda number: step(batch).item(), options.steps)
 
 
 def _liger_step(pair: Pair, optimizer: torch.optim.Optimizer) -> Any:
@@ -151,7 +146,9 @@ class Times(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        self.ends.append(time.perf_counter() - START)
+        if len(self.ends) == 1:
+            steps_reported([], self.ends)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -181,13 +178,10 @@ def with_trl(name: str, options: argparse.Namespace) -> tuple[list[float], list[
         own: dict[str, Any] = {}
         base = DPOTrainer
         if captured:
-            from trl.trainer.dpo_trainer import DataCollatorForPreference
-
-            from stepgraph.integrations import GraphStep, PadToLengths
+            from stepgraph.integrations import GraphStep
 
             base = type("GraphDPO", (GraphStep, DPOTrainer), {})
-            collate = PadToLengths([options.tokens], DataCollatorForPreference(pad_token_id=0), causal=True)
-            own = {"passes": StepOptions(options.passes, memory=options.memory), "data_collator": collate}
+            own = {"passes": StepOptions(options.passes, memory=options.memory)}
         policy, times = build(options), Times()
         trainer = base(
             model=policy, ref_model=copy.deepcopy(policy), args=args, train_dataset=Dataset.from_list(texts),
@@ -203,15 +197,13 @@ def with_trl(name: str, options: argparse.Namespace) -> tuple[list[float], list[
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One provider."""
     warnings.filterwarnings("ignore", category=FutureWarning)
-    start = time.perf_counter()
     losses, ends = (with_trl if "TRL" in name else own_loop)(name, options)
     steps = [b - a for a, b in itertools.pairwise(ends[2:])]
     cuda = options.device == "cuda"
     return {
-        "provider": name,
         "tokens_per_s": round(2 * options.pairs * options.tokens / statistics.median(steps)),
         "step_ms": round(1e3 * statistics.median(steps), 1),
-        "first_step_s": round(ends[0] - start, 1),
+        "first_step_s": round(ends[0], 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
         "losses": losses,
     }
@@ -229,9 +221,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--memory", default="none", help="the memory policy of stepgraph's steps")
     parser.add_argument("--passes", default=None, help="of stepgraph's steps; default: default, exact with --tiny")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
-    parser.add_argument("--child", choices=PROVIDERS, help=argparse.SUPPRESS)
+    add_options(parser, PROVIDERS, len(PROVIDERS), 120)
     options = parser.parse_args()
     defaults = ("float32", 2, 64, 1000, "exact") if options.tiny else ("bfloat16", 8, 1024, 151936, "default")
     for key, value in zip(("dtype", "pairs", "tokens", "vocab", "passes"), defaults, strict=True):

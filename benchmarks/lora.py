@@ -2,7 +2,9 @@
 
 Every provider trains the same model (random weights, drawn on the device) with the same adapters (all linear layers,
 bf16) and the same batches, by fused AdamW and with clipping, in a process of its own with empty compile caches. Seconds
-include compiling; ``seconds_after`` forecasts runs from the first step and the median of the later ones.
+include compiling; ``seconds_after`` forecasts runs from the first step and the median of the later ones. ``nf4``: the
+frozen linear layers but the head in 4 bits, by bitsandbytes where stepgraph is not meant; ``fp8``: in fp8. Peaks are
+those of the steps, after the model was made.
 
     python benchmarks/lora.py --device cuda --json FILE [--layers 32] [--providers NAME ...] [--products]
 
@@ -11,22 +13,26 @@ and as others have it. ``--tiny`` is for a CPU.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from children import measure_each
+from children import add_options, measure_each, timed_steps
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import stepgraph
+from stepgraph.kernels.quant import quantize_linear
 from stepgraph.passes import StepOptions
 
-PROVIDERS = ("stepgraph", "torch.compile", "liger", "eager", "stepgraph-without-lora-pass")
+PROVIDERS = (
+    "stepgraph", "torch.compile", "liger", "eager", "stepgraph, nf4", "torch.compile, nf4", "eager, nf4",
+    "stepgraph, fp8", "stepgraph, without the pass lora",
+)  # fmt: skip
 LLAMA = dict(
     hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
     vocab_size=128256, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, max_position_embeddings=8192,
@@ -42,13 +48,14 @@ TINY = dict(
 CLIP = 1.0
 
 
-def build(options: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(name: str, options: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """peft's model and the optimizer of its adapters."""
+    ours, bits = name.startswith("stepgraph"), name.rpartition(", ")[2]
     torch.manual_seed(0)
     moe = options.model == "qwen3-moe"
     sizes = MOE if moe else LLAMA
     if options.tiny:
-        sizes = TINY | (dict(moe_intermediate_size=32, num_experts=4, head_dim=16) if moe else {})
+        sizes = TINY | (dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16) if moe else {})
     if options.layers:
         sizes = sizes | {"num_hidden_layers": options.layers}
     config = (Qwen3MoeConfig if moe else LlamaConfig)(**sizes)
@@ -56,6 +63,13 @@ def build(options: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Opt
     with torch.device(options.device):
         model = (Qwen3MoeForCausalLM if moe else LlamaForCausalLM)(config)
     torch.set_default_dtype(torch.float32)
+    options.params = sum(p.numel() for p in model.parameters())
+    if bits in ("nf4", "fp8") and ours:
+        quantize_linear(model, bits, skip=["lm_head"])
+    elif bits == "nf4":
+        with_bitsandbytes(model)
+    if options.checkpointing and not ours:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = {"target_modules": "all-linear"}
     if moe:  # the experts' fused parameters, and attention
         experts = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
@@ -63,8 +77,30 @@ def build(options: argparse.Namespace) -> tuple[torch.nn.Module, torch.optim.Opt
     lora = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, task_type="CAUSAL_LM", **targets)
     model = peft.get_peft_model(model, lora, autocast_adapter_dtype=False).train()
     trained = [p for p in model.parameters() if p.requires_grad]
+    for param in trained:  # peft's own choice next to a quantized weight is fp32
+        param.data = param.data.bfloat16()
     assert all(p.device.type == options.device for p in model.parameters())
+    if options.device == "cuda":  # a model is made in bf16, and its layers are quantized one by one
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     return model, torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+
+def with_bitsandbytes(model: torch.nn.Module) -> None:
+    """Its frozen linear layers but the head as transformers makes them for a `BitsAndBytesConfig`."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for path, old in [*model.named_modules()]:
+        if type(old) is torch.nn.Linear and path != "lm_head":
+            new = Linear4bit(
+                old.in_features, old.out_features, bias=False, quant_type="nf4", compute_dtype=torch.bfloat16,
+                device="meta",
+            )  # fmt: skip
+            made = Params4bit(old.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True)
+            new.weight = made.to(old.weight.device)
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, new)
+    model.is_loaded_in_4bit = True  # what peft looks at
 
 
 def batches(options: argparse.Namespace, vocab: int) -> list[dict[str, torch.Tensor]]:
@@ -81,13 +117,13 @@ def loss_fn(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 
 def eager_step(name: str, options: argparse.Namespace) -> tuple[Callable, Any]:
-    if name == "liger":
+    if name.startswith("liger"):
         from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_qwen3_moe
 
         (apply_liger_kernel_to_qwen3_moe if options.model == "qwen3-moe" else apply_liger_kernel_to_llama)()
-    model, optimizer = build(options)
+    model, optimizer = build(name, options)
     trained = [p for p in model.parameters() if p.requires_grad]
-    call = torch.compile(model, dynamic=False) if name == "torch.compile" else model
+    call = torch.compile(model, dynamic=False) if name.startswith("torch.compile") else model
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = loss_fn(call, batch)
@@ -101,8 +137,8 @@ def eager_step(name: str, options: argparse.Namespace) -> tuple[Callable, Any]:
 
 
 def captured_step(name: str, options: argparse.Namespace) -> tuple[Callable, Any]:
-    model, optimizer = build(options)
-    without = ("lora",) if name.endswith("without-lora-pass") else ()
+    model, optimizer = build(name, options)
+    without = ("lora",) if name.endswith("without the pass lora") else ()
     chosen = StepOptions(inductor=options.inductor, disable_pass=without, memory=options.memory)
     batch = batches(options, model.config.vocab_size)[0]
     step = stepgraph.capture(model, loss_fn, batch, optimizer, max_grad_norm=CLIP, passes=chosen)
@@ -111,34 +147,26 @@ def captured_step(name: str, options: argparse.Namespace) -> tuple[Callable, Any
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One provider: its first step, ``--steps`` later ones, its losses and its memory."""
-    cuda = options.device == "cuda"
-    start = time.perf_counter()
     step, model = (captured_step if name.startswith("stepgraph") else eager_step)(name, options)
     data = batches(options, model.config.vocab_size)
-    losses, times = [], []
-    for number in range(options.steps + 4):
-        begun = time.perf_counter()
-        losses.append(step(data[number % len(data)]).item())
-        times.append(time.perf_counter() - begun)
-        if number == 0:
-            first_step_s = time.perf_counter() - start
+    losses, ends = timed_steps(lambda number: step(data[number % len(data)]).item(), options.steps + 4)
+    first_step_s, times = ends[0], [b - a for a, b in itertools.pairwise([0.0, *ends])]
     median = statistics.median(times[4:])  # CUDA graphs are recorded by then
     tokens = options.batch * options.seq
-    params = sum(p.numel() for p in model.parameters())
     table = model.get_input_embeddings().weight.numel()
     found = {
-        "provider": name,
         "tokens_per_s": tokens / median,
         "step_ms": 1e3 * median,
         "fastest_step_ms": 1e3 * min(times[4:]),
-        "tflops": 4e-12 * (params - table) * tokens / median,  # attention and weights' gradients are left out
+        # Attention and adapters are left out.
+        "tflops": 4e-12 * (options.params - table) * tokens / median if options.model == "llama-8b" else None,
         "first_step_s": first_step_s,
         "seconds_after": {str(n): first_step_s + (n - 1) * median for n in (10, 100, 1000)},
         "losses": losses[:6] + losses[-1:],
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "params": params,
+        "params": options.params,
     }
-    if cuda:
+    if options.device == "cuda":
         found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     if name.startswith("stepgraph"):
@@ -200,7 +228,7 @@ def milliseconds(way: Callable[[], torch.Tensor], options: argparse.Namespace, r
 
 
 def measure_or_products(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    return {"provider": name, "ms": products(options)} if name == "products" else measure(name, options)
+    return {"ms": products(options)} if name == "products" else measure(name, options)
 
 
 def main() -> None:
@@ -215,18 +243,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
     parser.add_argument("--inductor", default="full", choices=("full", "regional", "off"), help="of stepgraph")
     parser.add_argument("--memory", default="none", help="the memory policy of stepgraph")
-    parser.add_argument("--limit-s", type=float, default=150, help="end a provider after this many seconds")
+    parser.add_argument("--checkpointing", action="store_true", help="the other providers checkpoint each layer")
     parser.add_argument("--products", action="store_true", help="also measure what the pass lora replaces")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS[:3]), choices=PROVIDERS)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    add_options(parser, PROVIDERS, 3, 150)
     options = parser.parse_args()
     if options.tiny and "--seq" not in sys.argv:
         options.seq = 64
-    if options.device == "cpu" and "--limit-s" not in sys.argv:
-        options.limit_s = 1200  # Inductor's C++
     names = (["products"] if options.products else []) + options.providers
-    measure_each(options, measure_or_products, names, options.limit_s)
+    measure_each(options, measure_or_products, names)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 Every provider trains the same model (random weights) on the same examples, step by step: a step has the examples of one
 packed row of ``--tokens`` tokens, and its loss is the mean over their targets. Providers that pad sort a step's examples
-by length and run them in microbatches of at most ``--tokens`` padded tokens, the usual way to bound their memory. Each
-provider runs in a process of its own with empty compile caches. Seconds include compiling.
+by length and run them in microbatches of at most ``--tokens`` padded tokens, the usual way to bound their memory.
+``padding-free``: the packed rows in one shape, by stepgraph's attention within documents, as TRL's padding-free training
+has them by another kernel. Each provider runs in a process of its own with empty compile caches. Seconds include
+compiling.
 
 Lengths are lognormal (median 400 tokens, sigma 0.9), cut at 4,096: the shape of public conversation sets.
 
@@ -11,19 +13,21 @@ Lengths are lognormal (median 400 tokens, sigma 0.9), cut at 4,096: the shape of
 """
 
 import argparse
-import time
+import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from children import measure_each
+from children import add_options, measure_each, report, timed_steps
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 import stepgraph
 from stepgraph.integrations import PackToBudget, attend_within_documents
 
-PROVIDERS = ("stepgraph, packed", "eager, padded", "Liger, padded", "torch.compile(dynamic=True), padded")
+PROVIDERS = (
+    "stepgraph, packed", "Liger, padded", "torch.compile(dynamic=True), padded", "Liger, padding-free", "eager, padded",
+    "torch.compile, padding-free",
+)  # fmt: skip
 QWEN3_1_7B = dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16)
 TINY = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
 CLIP, IGNORED = 1.0, -100
@@ -77,35 +81,34 @@ def padded(row: dict[str, torch.Tensor], options: argparse.Namespace) -> list[Ba
     return made
 
 
-def packed_step(options: argparse.Namespace, pack: PackToBudget, rows: list) -> Callable[[int], float]:
-    model, optimizer = build(options)
-    attend_within_documents(model)
-
-    def batch_of(row: dict[str, torch.Tensor]) -> Batch:
-        return {k: v.to(options.device) if isinstance(v, torch.Tensor) else v for k, v in pack([row]).items()}
-
-    step = stepgraph.capture(
-        model, lambda model, batch: model(**batch, use_cache=False).loss, batch_of(rows[0]), optimizer,
-        max_grad_norm=CLIP,
-    )  # fmt: skip
-    return lambda number: step(batch_of(rows[number])).item()
-
-
-def padded_step(kind: str, options: argparse.Namespace, rows: list) -> Callable[[int], float]:
+def step_of(kind: str, options: argparse.Namespace, pack: PackToBudget, rows: list) -> Callable[[int], float]:
     if kind.startswith("Liger"):
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
         apply_liger_kernel_to_qwen3()
     model, optimizer = build(options)
-    call = torch.compile(model, dynamic=True) if kind.startswith("torch") else model
+    whole = not kind.endswith("padded")
+    if whole:
+        attend_within_documents(model)
+
+    def batch_of(row: dict[str, torch.Tensor]) -> Batch:
+        return {k: v.to(options.device) if isinstance(v, torch.Tensor) else v for k, v in pack([row]).items()}
+
+    if kind.startswith("stepgraph"):
+        step = stepgraph.capture(
+            model, lambda model, batch: model(**batch, use_cache=False).loss, batch_of(rows[0]), optimizer,
+            max_grad_norm=CLIP,
+        )  # fmt: skip
+        return lambda number: step(batch_of(rows[number])).item()
+    call = torch.compile(model, dynamic=not whole) if kind.startswith("torch") else model
 
     def run(number: int) -> float:
-        batches = padded(rows[number], options)
+        batches = [batch_of(rows[number])] if whole else padded(rows[number], options)
         targets = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
-            batch = {k: v.to(options.device) for k, v in batch.items()}
-            loss = call(**batch, use_cache=False, num_items_in_batch=targets).loss
+            batch = {k: v.to(options.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            loss = call(**({"num_items_in_batch": targets} | batch), use_cache=False).loss
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -117,29 +120,25 @@ def padded_step(kind: str, options: argparse.Namespace, rows: list) -> Callable[
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One provider over all steps, within ``--limit-s`` seconds."""
+    """One provider over all steps, or those within ``--limit-s`` seconds."""
     pack, rows = steps_of(options)
-    real = sum(len(part) for row in rows for part in documents(row))
-    start = time.perf_counter()
-    run = packed_step(options, pack, rows) if name.startswith("stepgraph") else padded_step(name, options, rows)
-    ends, losses = [], []
-    for number in range(len(rows)):
-        losses.append(run(number))
-        ends.append(time.perf_counter() - start)
-        if ends[-1] > options.limit_s:
-            break
-    late = [b - a for a, b in zip(ends[len(ends) // 2 :], ends[len(ends) // 2 + 1 :], strict=False)]
-    return {
-        "provider": name,
-        "steps": len(ends),
-        "seconds": ends[-1],
-        "first_step_s": ends[0],
-        "later_step_s": sum(late) / max(1, len(late)),
-        "real_tokens": real,
-        "seconds_after": {str(n): ends[n - 1] for n in (1, 10, 50, 100, 200, 500) if n <= len(ends)},
-        "losses": losses[:3] + losses[-1:],
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None,
-    }
+    real = [sum(map(len, documents(row))) for row in rows]
+    run = step_of(name, options, pack, rows)
+
+    def found(losses: list[float], ends: list[float]) -> dict[str, Any]:
+        late = [b - a for a, b in itertools.pairwise(ends[len(ends) // 2 :])]
+        return {
+            "steps": len(ends),
+            "seconds": ends[-1],
+            "first_step_s": ends[0],
+            "later_step_s": sum(late) / max(1, len(late)),
+            "real_tokens": sum(real[: len(ends)]),
+            "seconds_after": {str(n): ends[n - 1] for n in (1, 10, 50, 100, 200, 500) if n <= len(ends)},
+            "losses": losses[:3] + losses[-1:],
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if options.device == "cuda" else None,
+        }
+
+    return found(*timed_steps(run, len(rows), lambda losses, ends: report(found(losses, ends))))
 
 
 def main() -> None:
@@ -151,10 +150,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--limit-s", type=float, default=120, help="end a provider after this many seconds")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--providers", nargs="*", default=list(PROVIDERS), choices=PROVIDERS)
-    parser.add_argument("--child", choices=PROVIDERS, help=argparse.SUPPRESS)
+    add_options(parser, PROVIDERS, len(PROVIDERS), 120)
     options = parser.parse_args()
     measure_each(options, measure)
 
