@@ -45,6 +45,7 @@ TINY = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=320,
 )  # fmt: skip
+TINY_MOE = dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16)
 CLIP = 1.0
 
 
@@ -55,7 +56,7 @@ def build(name: str, options: argparse.Namespace) -> tuple[torch.nn.Module, torc
     moe = options.model == "qwen3-moe"
     sizes = MOE if moe else LLAMA
     if options.tiny:
-        sizes = TINY | (dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=16) if moe else {})
+        sizes = TINY | (TINY_MOE if moe else {})
     if options.layers:
         sizes = sizes | {"num_hidden_layers": options.layers}
     config = (Qwen3MoeConfig if moe else LlamaConfig)(**sizes)
@@ -170,7 +171,8 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     if name.startswith("stepgraph"):
-        found["passes"] = [r.line() for r in step.report if r.name in ("lora", "fuse_norm", "attention", "fuse_loss")]
+        told = ("lora", "lora_experts", "fuse_norm", "attention", "fuse_loss")
+        found["passes"] = [r.line() for r in step.report if r.name in told]
         found["notes"] = [f"{r.name}: {n}" for r in step.report if r.name == "lora" for n in r.notes]
     return found
 
