@@ -1,4 +1,4 @@
-"""Providers of a benchmark in processes of their own: what a row has of one that ends well, fails, or takes too long."""
+"""Providers of a benchmark in processes of their own: a row of one that ends well, fails, or takes too long."""
 
 import argparse
 import importlib.util
