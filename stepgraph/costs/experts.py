@@ -20,8 +20,11 @@ ours = torch.ops.stepgraph
 GROUPED = {ours.grouped_mm.default, ours.grouped_mm_weight.default, torch.ops.aten._grouped_mm.default}
 GROUPED |= {ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default}
 
+#: Write nothing past the last expert's rows.
+LEAVING = {ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.cast_scaled_groups.default}
+
 #: Read no row past the last expert's, and write zeros there, or nothing.
-ROWWISE = {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}
+ROWWISE = LEAVING | {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}
 
 
 def filled(graph: fx.Graph, load: float = 1.0) -> dict[int, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from stepgraph.costs import attention
-from stepgraph.costs.experts import ROWWISE, filled, is_grouped, rows_of
+from stepgraph.costs.experts import LEAVING, ROWWISE, filled, is_grouped, rows_of
 from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
@@ -144,7 +144,7 @@ def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | No
 
 def _written(node: fx.Node, share: float) -> float:
     """The share of its result that a kernel writes which reads the ``share`` of rows that are filled."""
-    return share if leaves_rest(node) else 1.0
+    return share if leaves_rest(node) or node.target in LEAVING else 1.0
 
 
 def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, list[fx.Node]]) -> int:

@@ -45,7 +45,8 @@ _PURE = {
     ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,
     ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default,
     ours.sum_products.default, ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default,
-    ours.cast_scaled_groups.default,
+    ours.cast_scaled_groups.default, ours.cast_packed_rows.default,
+    ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.

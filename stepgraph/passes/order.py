@@ -35,6 +35,7 @@ import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.memory.tiles
 import stepgraph.passes.moe.adapters
+import stepgraph.passes.moe.exchange
 import stepgraph.passes.moe.experts
 import stepgraph.passes.moe.fp8
 import stepgraph.passes.moe.products
@@ -64,6 +65,7 @@ ORDER = (
     "grouped_products",  # numerics: grouped products by QuACK
     "unread_rows",  # no zeros after experts' rows where nothing reads them
     "fp8_experts",  # numerics: products of experts' rows in fp8
+    "exchange_fp8",  # numerics: experts' tokens travel in fp8
     "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits by our kernel
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read

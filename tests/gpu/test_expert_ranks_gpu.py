@@ -88,6 +88,37 @@ def test_over_symmetric_memory_too(spec):
     on_gpus(spec, partial(_one_graph_bitwise_eager, **SYMMETRIC))
 
 
+def _tokens_in_fp8(mesh):
+    """By NCCL and over symmetric memory, with the bits of tokens that are cast after they arrive."""
+    outcomes, dtypes = [], []
+    for exchange, travel in (("collectives", False), ("collectives", True), ("symmetric", True)):
+        model, optimizer = build(mesh, expert_exchange=exchange)
+        off = () if travel else ("exchange_fp8",)
+        passes = [
+            p.with_options(unprofitable=True) if p.name == "fp8_experts" else p
+            for p in configured(inductor="off", fp8="rowwise", fp8_experts=True, disable_pass=off)
+        ]
+        step = stepgraph.capture(
+            model, next_token_loss(mesh), batch_of(mesh, 0), optimizer, max_grad_norm=1.0, passes=passes
+        )
+        found = [step(batch_of(mesh, i)).clone() for i in range(4)]
+        reports = {r.name: r for r in step.report}
+        assert reports["fp8_experts"].changed == reports["fp8_experts"].matched > 0, reports["fp8_experts"].notes
+        dtypes.append("exchanges in fp8" in reports["exchange_fp8"].summary if travel else False)
+        outcomes.append((found, parts_of(model)))
+    assert dtypes == [False, True, True]
+    for other in outcomes[1:]:
+        assert all(all(map(torch.equal, *both)) for both in zip(outcomes[0], other, strict=True))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="groups in fp8 need compute capability 9.0",
+)
+def test_tokens_travel_in_fp8():
+    on_gpus("fsdp=2,ep=2", _tokens_in_fp8)
+
+
 def _same_bits_as_nccl(mesh):
     """Steps whose routing differs, from all tokens on one rank on, repeated where that does not fit; then one that is
     broken off, after which memory is made anew and graphs are recorded again."""

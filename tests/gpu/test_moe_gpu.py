@@ -7,6 +7,7 @@ import stepgraph
 from stepgraph.config.build import build_model
 from stepgraph.config.presets import PRESETS
 from stepgraph.kernels.moe import (
+    cast_packed_rows,
     cast_scaled_groups,
     combine_rows,
     gather_rows,
@@ -21,13 +22,23 @@ from stepgraph.kernels.moe import (
     scaled_triton,
     sort_by_expert,
     swiglu_rows,
+    swiglu_rows_cast,
+    swiglu_rows_cast_backward,
     swiglu_triton,
 )
 from stepgraph.kernels.moe.grouped import BACKENDS
 from stepgraph.kernels.moe.swiglu import backward_reference, reference, swiglu_rows_backward
 from stepgraph.models import next_token_loss
 from stepgraph.passes import StepOptions, chosen
-from tests.kernels.moe.test_moe_triton import cast_cases, defined, row_cases, sort_cases, swiglu_cases, zero_cases
+from tests.kernels.moe.test_moe_triton import (
+    cast_cases,
+    defined,
+    row_cases,
+    sort_cases,
+    swiglu_cases,
+    swiglu_cast_cases,
+    zero_cases,
+)
 from tests.kernels.moe.test_scaled import COUNTS, E4M3, by_rows
 from tests.kernels.moe.test_scaled import arguments as sides
 
@@ -41,6 +52,9 @@ FUNCTIONS = {
     "combine_backward": rows_triton.combine_backward,
     "zero_past": grouped_triton.zero_past,
     "cast_groups": scaled_triton.launch,
+    "cast_packed": scaled_triton.launch_packed,
+    "swiglu_cast": swiglu_triton.launch_cast,
+    "swiglu_cast_backward": swiglu_triton.launch_cast_backward,
     "swiglu": swiglu_triton.launch,
     "swiglu_backward": swiglu_triton.launch_backward,
 }
@@ -51,7 +65,14 @@ def on_gpu(value):
 
 
 def test_kernels_against_references():
-    for name, arguments, expected in [*sort_cases(), *zero_cases(), *cast_cases(), *swiglu_cases(), *row_cases()]:
+    for name, arguments, expected in [
+        *sort_cases(),
+        *zero_cases(),
+        *cast_cases(),
+        *swiglu_cases(),
+        *swiglu_cast_cases(),
+        *row_cases(),
+    ]:
         found = FUNCTIONS[name](*map(on_gpu, arguments))
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
         for mine, theirs in zip(found, expected, strict=True):
@@ -68,9 +89,9 @@ def test_kernels_against_references():
 def test_products_in_fp8(counts):
     """Casts have the reference's bits, and torch's products its values; without waiting for the GPU."""
     rows, weight, dy, offsets = sides(counts, D=256, F=384)
-    (q, scale), (w, weight_scale) = by_rows(rows), by_rows(weight)
-    expected = grouped_scaled_mm(q, w, scale, weight_scale, offsets)
-    casts = [cast_scaled_groups(x, offsets, E4M3) for x in (dy, rows)]
+    packed, (w, weight_scale) = cast_packed_rows(rows), by_rows(weight)
+    expected = grouped_scaled_mm(packed, w, weight_scale, offsets)
+    casts = [cast_scaled_groups(x, offsets, E4M3) for x in (dy, packed)]
     (a, scale_a, ends), (b, scale_b, _) = casts
     gradient = grouped_scaled_mm_weight(a, b, scale_a, scale_b, ends)
     torch.cuda.synchronize()
@@ -78,18 +99,36 @@ def test_products_in_fp8(counts):
     for attempt in range(2):
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")  # the first compiles
         try:
-            (q, scale), (w, weight_scale) = by_rows(given[0]), by_rows(given[1])
-            y = grouped_scaled_mm(q, w, scale, weight_scale, given[3])
-            found = [cast_scaled_groups(x, given[3], E4M3) for x in (given[2], given[0])]
+            there, (w, weight_scale) = cast_packed_rows(given[0]), by_rows(given[1])
+            y = grouped_scaled_mm(there, w, weight_scale, given[3])
+            found = [cast_scaled_groups(x, given[3], E4M3) for x in (given[2], there)]
             (a, scale_a, on_ends), (b, scale_b, _) = found
             dw = grouped_scaled_mm_weight(a, b, scale_a, scale_b, on_ends)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    used, width = int(offsets[-1]), rows.shape[1] + 4  # the values and the scale
+    assert torch.equal(there[:used, :width].cpu(), packed[:used, :width])
     for (mine, mine_scale, _), (theirs, theirs_scale, _) in zip(found, casts, strict=True):
         assert torch.equal(mine[:, : ends[-1]].cpu().view(torch.uint8), theirs[:, : ends[-1]].view(torch.uint8))
         assert torch.equal(mine_scale.cpu(), theirs_scale)
     for mine, theirs in ((y, expected), (dw, gradient)):
         assert mine.isfinite().all() and (mine.cpu().double() - theirs.double()).norm() <= 5e-3 * theirs.double().norm()
+
+
+@hopper
+@pytest.mark.parametrize("F", [768, 1408, swiglu_triton.LONGEST + 16])
+def test_swiglu_with_its_cast(F):
+    """The bits of the kernels apart, also where no program holds a row."""
+    gate_up = torch.randn(300, 2 * F, device="cuda", dtype=torch.bfloat16)
+    dy, offsets = gate_up[:, :F] * 0.1, torch.tensor([7, 280], device="cuda", dtype=torch.int32)
+    for keep in (False, True):
+        for (y, packed), alone in (
+            (swiglu_rows_cast(gate_up, offsets, keep), swiglu_rows(gate_up, offsets)),
+            (swiglu_rows_cast_backward(dy, gate_up, offsets, keep), swiglu_rows_backward(dy, gate_up, offsets)),
+        ):
+            assert torch.equal(y[:280], alone[:280]) if keep else not y.numel()
+            width = alone.shape[1] + 4
+            assert torch.equal(packed[:280, :width], cast_packed_rows(alone)[:280, :width])
 
 
 @pytest.mark.parametrize("experts", [1, 8, 64, 256])
@@ -296,5 +335,6 @@ def test_a_step_with_experts_in_fp8():
     losses, reports = trained("torch", fp8="rowwise", fp8_experts=True)
     report = reports["fp8_experts"]
     assert report.changed == report.matched > 0, report.notes
+    assert reports["exchange_fp8"].changed > 0, reports["exchange_fp8"].notes
     assert reports["cuda_graph"].summary == "1 CUDA graph, 0 nodes on the host" and losses[4] < losses[0]
     torch.testing.assert_close(losses, expected, rtol=5e-2, atol=5e-2)

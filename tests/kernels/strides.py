@@ -113,15 +113,19 @@ def expert_calls(layout: Callable, data: Callable) -> Iterator[Call]:
     gate_up = layout(data(13, 40))
     yield f"swiglu_rows {name}", ours.swiglu_rows, (gate_up, offsets)
     yield f"swiglu_rows_backward {name}", ours.swiglu_rows_backward, (layout(data(13, 20)), gate_up, offsets)
+    pair = layout(data(13, 96)), offsets
+    yield f"swiglu_rows_cast {name}", ours.swiglu_rows_cast, (*pair, True)
+    yield f"swiglu_rows_cast_backward {name}", ours.swiglu_rows_cast_backward, (layout(data(13, 48)), *pair, True)
     yield f"grouped_mm_weight {name}", ours.grouped_mm_weight, (layout(rows), layout(dy), offsets)
     if x.device.type == "cpu":  # on a GPU the widths must be multiples of 16, and past the last end there is anything
-        e4m3 = torch.float8_e4m3fn
+        e4m3, rows, dy = torch.float8_e4m3fn, data(13, 48), data(13, 16)
+        yield f"cast_packed_rows {name}", ours.cast_packed_rows, (layout(rows),)
         yield f"cast_scaled_groups {name}", ours.cast_scaled_groups, (layout(rows), offsets, e4m3)
         (a, scale_a, ends), (b, scale_b, _) = (ours.cast_scaled_groups(t, offsets, e4m3) for t in (rows, dy))
         yield f"grouped_scaled_mm_weight {name}", ours.grouped_scaled_mm_weight, (a, b, scale_a, scale_b, ends)
-        q, scale, _, _ = ours.cast_scaled_rows(rows, e4m3, True, False)
-        w, weight_scale, _, _ = ours.cast_scaled_rows(data(48, 40), e4m3, True, False)
-        arguments = q, w.view(3, 16, 40), scale, weight_scale.view(3, 16), offsets
+        w, weight_scale, _, _ = ours.cast_scaled_rows(data(48, 48), e4m3, True, False)
+        packed = ours.cast_packed_rows(layout(rows))
+        arguments = packed, w.view(3, 16, 48), weight_scale.view(3, 16), offsets
         yield f"grouped_scaled_mm {name}", ours.grouped_scaled_mm, arguments
 
 

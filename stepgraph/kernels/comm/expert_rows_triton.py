@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from stepgraph.kernels.moe.rows_triton import tile_of
+
 Tensor = torch.Tensor
 WARPS = 8
 #: Elements of a tile, and how many programs send.
@@ -158,8 +160,7 @@ def share(row: Tensor, addresses: Tensor, rank: int) -> None:
 
 def configuration(D: int) -> tuple[int, int]:
     """(rows, columns) of a tile."""
-    block = min(triton.next_power_of_2(D), 1024)
-    return TILE // block, block
+    return tile_of(TILE, D)
 
 
 def send(x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, addresses: Tensor) -> None:

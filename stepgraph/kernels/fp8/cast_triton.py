@@ -141,15 +141,17 @@ def _cast_kernel(
 
 
 @triton.jit
-def _row_kernel(x, q, scale, C, row_stride, column_stride, MOST: tl.constexpr, BLOCK: tl.constexpr):
+def _row_kernel(
+    x, q, scale, C, row_stride, column_stride, q_stride, scale_stride, MOST: tl.constexpr, BLOCK: tl.constexpr
+):
     """Row ``program_id(0)``, read once."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * row_stride + column.to(tl.int64) * column_stride, mask=column < C, other=0.0)
     top = _top(tl.max(_bits(value)[None, :], 1), _SMALLEST)
     y = _rounded(value[None, :], top[:, None], MOST, q.dtype.element_ty)
-    tl.store(q + row * C + column[None, :], y, mask=(column < C)[None, :])
-    tl.store(scale + row + tl.zeros([1], tl.int32), _scale(top, MOST))
+    tl.store(q + row * q_stride + column[None, :], y, mask=(column < C)[None, :])
+    tl.store(scale + row * scale_stride + tl.zeros([1], tl.int32), _scale(top, MOST))
 
 
 def row_configuration(C: int) -> tuple[int, int]:
@@ -231,15 +233,16 @@ def _cast_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
     if x.shape[1] <= LONGEST:
         block, warps = row_configuration(x.shape[1])
         _row_kernel[(x.shape[0],)](
-            x, q, scale, x.shape[1], *x.stride(), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps
-        )
+            x, q, scale, x.shape[1], *x.stride(), q.stride(0), scale.stride(0),
+            MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     else:
         bits = torch.zeros(scale.shape, dtype=torch.int32, device=x.device)
         _amax(x, bits, bits, ROWS=True, COLUMNS=False)
         _cast(x, bits, None, q, q, scale, None, WHOLE=False, ROWS=True, COLUMNS=False)
 
 
-def _amax(x, row_bits, column_bits, **forms) -> None:
+def _amax(x: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor, **forms: bool) -> None:
     if forms["COLUMNS"] and _in_pairs(x):
         pairs = x.view(torch.int32)
         programs = triton.cdiv(pairs.shape[1], PAIRS) * triton.cdiv(pairs.shape[0], PAIRS_CHUNK)
@@ -259,7 +262,10 @@ def _in_pairs(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and even
 
 
-def _cast(x, row_bits, column_bits, q, transposed, row_scale, column_scale, **forms) -> None:
+def _cast(
+    x: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor | None, q: torch.Tensor,
+    transposed: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor | None, **forms: bool,
+) -> None:  # fmt: skip
     _cast_kernel[_tiles(x, CAST_TALL, CAST_WIDE)](
         x, row_bits, column_bits, q, transposed, row_scale, column_scale, *x.shape, *x.stride(),
         **forms, MOST=MOST[q.dtype], TALL=CAST_TALL, WIDE=CAST_WIDE, num_warps=CAST_WARPS,

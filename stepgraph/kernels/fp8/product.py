@@ -48,7 +48,7 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | Non
 
 
 @register_flop_formula(torch.ops.stepgraph.scaled_product)
-def _flops(a_shape, b_shape, *_, **__) -> int:
+def _flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[0]
 
 

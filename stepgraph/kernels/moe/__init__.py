@@ -13,5 +13,10 @@ Everything stays on the device: sizes are fixed, counts are tensors. Determinist
 from stepgraph.kernels.moe.grouped import grouped_mm, grouped_mm_weight
 from stepgraph.kernels.moe.route import sort_by_expert
 from stepgraph.kernels.moe.rows import combine_rows, gather_rows
-from stepgraph.kernels.moe.scaled import cast_scaled_groups, grouped_scaled_mm, grouped_scaled_mm_weight
-from stepgraph.kernels.moe.swiglu import swiglu_rows
+from stepgraph.kernels.moe.scaled import (
+    cast_packed_rows,
+    cast_scaled_groups,
+    grouped_scaled_mm,
+    grouped_scaled_mm_weight,
+)
+from stepgraph.kernels.moe.swiglu import swiglu_rows, swiglu_rows_cast, swiglu_rows_cast_backward

@@ -163,7 +163,7 @@ def gather_rows(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
     """Copy each token to the places of its slots.
 
     Args:
-        x: (N, D), fp32, bf16 or fp16, on a CPU fp64 too.
+        x: (N, D), fp32, bf16 or fp16, on a CPU fp64 too; uint8 (packed rows of fp8), which has no gradient.
         order: (R,) int32, the flat slot ``n * K + k`` at each row; -1 for a row of zeros.
         places: (N, K) int32, the row of each slot, each row once at most; -1 for a slot without one. Order and places
             are each other's inverse, as `sort_by_expert` gives them; R may differ from N * K.
@@ -202,7 +202,7 @@ def _check(
     tokens = x.shape[0] if name == "gather_rows" else places.shape[0]
     right = (
         x.ndim == places.ndim == 2
-        and x.is_floating_point()
+        and (x.is_floating_point() or (name == "gather_rows" and x.dtype == torch.uint8))
         and places.dtype == torch.int32
         and places.shape[0] == tokens
         and (order is None or (order.dtype == torch.int32 and order.shape == (n_rows,)))
@@ -214,6 +214,6 @@ def _check(
     texts = [f"{x.dtype} {tuple(x.shape)}"]
     texts += [f"{key} {t.dtype} {tuple(t.shape)}" for key, t in given.items() if t is not None]
     raise ValueError(
-        f"{name} got {', '.join(texts)}; allowed is a matrix of a floating dtype, places int32 (tokens, slots), order "
-        "int32 (rows,), weights like places: pass what sort_by_expert gives"
+        f"{name} got {', '.join(texts)}; allowed is a matrix of a floating dtype (gather_rows: or uint8), places int32 "
+        "(tokens, slots), order int32 (rows,), weights like places: pass what sort_by_expert gives"
     )

@@ -86,10 +86,17 @@ def _combine_backward_kernel(
         tl.store(dweights + token * K + k, tl.sum(product, 1).to(dweights.dtype.element_ty), mask=token < N)
 
 
+def tile_of(elements: int, columns: int) -> tuple[int, int]:
+    """(rows, columns) of a tile of a matrix: of the widths that leave the fewest columns of the last tile empty, the
+    largest."""
+    widths = (1024, 512, 256, 128) if columns > 128 else (triton.next_power_of_2(columns),)
+    block = min(widths, key=lambda width: triton.cdiv(columns, width) * width)
+    return elements // block, block
+
+
 def configuration(D: int) -> tuple[int, int]:
     """(tokens, columns) of a tile."""
-    block = min(triton.next_power_of_2(D), TILE)
-    return TILE // block, block
+    return tile_of(TILE, D)
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -104,8 +111,8 @@ def _new_rows(like: Tensor, n_rows: int, order: Tensor | None) -> Tensor:
         return like.new_zeros(n_rows, D)
     rows = like.new_empty(n_rows, D)
     if rows.numel():
-        tile = min(triton.next_power_of_2(D), 256)
-        _zero_kernel[(triton.cdiv(n_rows, 32),)](rows, order.contiguous(), n_rows, D, ROWS=32, BLOCK=tile, num_warps=8)
+        width = min(triton.next_power_of_2(D), 256)
+        _zero_kernel[(triton.cdiv(n_rows, 32),)](rows, order.contiguous(), n_rows, D, ROWS=32, BLOCK=width, num_warps=8)
     return rows
 
 

@@ -1,5 +1,6 @@
 """Products of experts' rows in fp8, with a scale for each row of both sides.
 
+    cast_packed_rows:          x (R, C) -> packed (R, C + TAIL): a row's values in fp8, then its scale
     grouped_scaled_mm:         y[r]  = s[r] t[e] * (rows[r] weight[e]^T)        rows r of expert e
     grouped_scaled_mm_weight:  dw[e] = s[e] t[e] * (a[:, its places] b[:, its places]^T)
     cast_scaled_groups:        x (R, C) -> its transpose in fp8 (C, R'), a scale for each expert and column
@@ -17,13 +18,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
 from stepgraph.kernels.ahead import launching
-from stepgraph.kernels.fp8.cast import check, rounded, scale_of
+from stepgraph.kernels.fp8.cast import check, rounded, rows_reference, scale_of
 from stepgraph.kernels.fp8.formats import MULTIPLE, padded_rows
 from stepgraph.kernels.moe.grouped import _zero_past
+from stepgraph.kernels.moe.packed import E4M3, TAIL, new_packed, pack, unpack
 
 Tensor = torch.Tensor
-
-E4M3 = torch.float8_e4m3fn
 
 
 def padded_ends(offsets: Tensor) -> Tensor:
@@ -32,11 +32,10 @@ def padded_ends(offsets: Tensor) -> Tensor:
     return ((counts + MULTIPLE - 1) // MULTIPLE * MULTIPLE).cumsum(0, dtype=torch.int32)
 
 
-def reference(
-    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool
-) -> Tensor:
+def reference(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_scaled_mm` in plain torch: sums in fp32, rounded once."""
-    out, start = rows.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16), 0
+    rows, row_scale = unpack(rows)
+    out, start = row_scale.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16), 0
     for expert, end in enumerate(offsets.tolist()):
         y = rows[start:end].float() @ weight[expert].float().t()
         out[start:end] = (y * row_scale[start:end, None] * weight_scale[expert]).bfloat16()
@@ -56,6 +55,9 @@ def weight_reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, end
 
 def cast_reference(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`cast_scaled_groups` in plain torch, without the ends."""
+    if x.dtype == torch.uint8:
+        values, row_scale = unpack(x)
+        x = values.float() * row_scale.unsqueeze(1)
     (R, C), experts = x.shape, len(offsets)
     q = x.new_zeros(C, padded_rows(R, experts), dtype=torch.float32).to(dtype)
     scale = x.new_empty(experts, C, dtype=torch.float32)
@@ -70,47 +72,84 @@ def cast_reference(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tens
     return q, scale
 
 
+@torch.library.custom_op("stepgraph::cast_packed_rows", mutates_args=())
+@launching("cast_packed_rows")
+def cast_packed_rows(x: Tensor) -> Tensor:
+    """Cast each row to float8_e4m3fn with a scale of its own.
+
+    Args:
+        x: (R, C), bf16, fp16 or fp32, in any strides; 16 divides C.
+
+    Returns:
+        (R, C + TAIL) uint8, contiguous: a row's C values in float8_e4m3fn and its scale in fp32, as `unpack` finds
+        them, of the bits of `cast_scaled_rows`; after the scale there may be anything.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    _check_packed(x)
+    if not x.is_cuda or not x.numel():
+        return pack(*rows_reference(x, E4M3, True, False)[:2]) if x.numel() else new_packed(x, x.shape[1])
+    from stepgraph.kernels.moe import scaled_triton
+
+    return scaled_triton.launch_packed(x)
+
+
+@cast_packed_rows.register_fake
+def _(x: Tensor) -> Tensor:
+    _check_packed(x)
+    return new_packed(x, x.shape[1])
+
+
+def _check_packed(x: Tensor) -> None:
+    check(x, E4M3)
+    if x.shape[1] % MULTIPLE:
+        raise ValueError(
+            f"cast_packed_rows got rows of {x.shape[1]} values; allowed are multiples of {MULTIPLE}: leave them in "
+            f"{x.dtype}"
+        )
+
+
 @torch.library.custom_op("stepgraph::grouped_scaled_mm", mutates_args=())
 def grouped_scaled_mm(
-    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
+    rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
 ) -> Tensor:
     """Multiply the rows of each expert with its matrix, both in fp8.
 
     Args:
-        rows: (R, D), sorted by expert, contiguous, in float8_e4m3fn, with a scale for each row in ``row_scale``, (R,)
-            fp32.
-        weight: (E, F, D), contiguous, likewise; ``weight_scale``: (E, F) fp32.
+        rows: (R, D + TAIL) uint8, sorted by expert, contiguous, as `cast_packed_rows` gives them.
+        weight: (E, F, D), contiguous, in float8_e4m3fn; ``weight_scale``: (E, F) fp32.
         offsets: (E,) int32, the end of each expert's rows.
         zero_rest: False leaves rows past ``offsets[-1]`` as they are in memory.
 
     Returns:
         (R, F), contiguous, bf16; rows past ``offsets[-1]`` are zero.
 
-    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where 16 does not divide D and F.
+    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where 16 does not divide F.
     """
-    _check(rows, weight, row_scale, weight_scale, offsets)
-    if not rows.numel():
-        return rows.new_zeros(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+    _check(rows, weight, weight_scale, offsets)
+    if not rows.shape[0]:
+        return _product(rows, weight)
     if not rows.is_cuda:
-        return reference(rows, weight, row_scale, weight_scale, offsets, zero_rest)
-    out = compat.scaled_grouped_mm(rows, weight.mT, row_scale, weight_scale, offsets).contiguous()
+        return reference(rows, weight, weight_scale, offsets)
+    values, row_scale = unpack(rows)
+    out = compat.scaled_grouped_mm(values, weight.mT, row_scale.contiguous(), weight_scale, offsets).contiguous()
     return _zero_past(out, offsets) if zero_rest else out
 
 
 @launching("grouped_scaled_mm")
-def _launch(
-    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
-) -> Tensor:
+def _launch(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """What `grouped_scaled_mm` launches in addition to the product, which needs addresses."""
-    out = rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
-    return _zero_past(out, offsets) if zero_rest and rows.numel() else out
+    out = _product(rows, weight)
+    return _zero_past(out, offsets) if zero_rest and rows.shape[0] else out
 
 
 @grouped_scaled_mm.register_fake
-def _(
-    rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
-) -> Tensor:
-    _check(rows, weight, row_scale, weight_scale, offsets)
+def _(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
+    _check(rows, weight, weight_scale, offsets)
+    return _product(rows, weight)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
 
 
@@ -146,7 +185,8 @@ def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[
     """Cast the rows of experts into a transposed copy, with a scale for each expert and column.
 
     Args:
-        x: (R, C), not empty, sorted by expert; bf16, fp16 or fp32, in any strides.
+        x: (R, C), not empty, sorted by expert; bf16, fp16 or fp32, in any strides; or (R, C + TAIL) uint8, packed, of
+            which the values times their row's scale are cast.
         offsets: (E,) int32, the end of each expert's rows.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
 
@@ -156,7 +196,7 @@ def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[
 
     Raises ``ValueError`` for another dtype.
     """
-    check(x, dtype)
+    _check_groups(x, dtype)
     if x.is_cuda:
         from stepgraph.kernels.moe import scaled_triton
 
@@ -166,15 +206,16 @@ def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[
 
 @cast_scaled_groups.register_fake
 def _(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    check(x, dtype)
+    _check_groups(x, dtype)
     (R, C), experts = x.shape, len(offsets)
+    C -= TAIL if x.dtype == torch.uint8 else 0
     q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
     return q, x.new_empty(experts, C, dtype=torch.float32), torch.empty_like(offsets)
 
 
 @register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)
 def _flops(rows_shape: torch.Size, weight_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * rows_shape[0] * rows_shape[1] * weight_shape[1]
+    return 2 * rows_shape[0] * weight_shape[2] * weight_shape[1]
 
 
 @register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)
@@ -182,21 +223,24 @@ def _weight_flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: ob
     return 2 * a_shape[0] * a_shape[1] * b_shape[0]
 
 
-def _check(rows: Tensor, weight: Tensor, row_scale: Tensor, weight_scale: Tensor, offsets: Tensor) -> None:
-    fits = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[2]
-    fits = fits and row_scale.shape == rows.shape[:1] and weight_scale.shape == weight.shape[:2]
-    right = rows.dtype == weight.dtype == E4M3 and offsets.dtype == torch.int32
-    if not (fits and right and offsets.shape == weight.shape[:1]):
+def _check_groups(x: Tensor, dtype: torch.dtype) -> None:
+    check(unpack(x)[0] if x.dtype == torch.uint8 and x.ndim == 2 and x.shape[1] > TAIL else x, dtype)
+
+
+def _check(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor) -> None:
+    fits = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[2] + TAIL
+    fits = fits and weight_scale.shape == weight.shape[:2] and offsets.shape == weight.shape[:1]
+    if not (fits and (rows.dtype, weight.dtype, offsets.dtype) == (torch.uint8, E4M3, torch.int32)):
         raise ValueError(
             f"grouped_scaled_mm got rows {rows.dtype} {tuple(rows.shape)}, weight {weight.dtype} "
-            f"{tuple(weight.shape)}, scales {tuple(row_scale.shape)} and {tuple(weight_scale.shape)}, offsets "
-            f"{offsets.dtype} {tuple(offsets.shape)}; allowed is rows (R, D) and weight (E, F, D) in float8_e4m3fn, "
-            "scales (R,) and (E, F), offsets int32 (E,): cast both by rows"
+            f"{tuple(weight.shape)}, its scales {tuple(weight_scale.shape)}, offsets {offsets.dtype} "
+            f"{tuple(offsets.shape)}; allowed is rows uint8 (R, D + {TAIL}), weight float8_e4m3fn (E, F, D), scales "
+            "(E, F), offsets int32 (E,): cast rows by cast_packed_rows and the weight by its rows"
         )
-    if rows.is_cuda and (rows.shape[1] % MULTIPLE or weight.shape[1] % MULTIPLE):
+    if rows.is_cuda and weight.shape[1] % MULTIPLE:
         raise ValueError(
-            f"grouped_scaled_mm got matrices of {weight.shape[1]} x {rows.shape[1]}; allowed on a GPU are multiples of "
-            f"{MULTIPLE}: leave these products in bf16"
+            f"grouped_scaled_mm got matrices of {weight.shape[1]} x {weight.shape[2]}; allowed on a GPU are multiples "
+            f"of {MULTIPLE}: leave these products in bf16"
         )
 
 

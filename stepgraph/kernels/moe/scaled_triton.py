@@ -1,28 +1,31 @@
-"""The Triton kernel of `scaled.cast_scaled_groups`.
+"""The Triton kernels of `scaled`.
 
-A program has one expert and some columns: it reads the expert's rows for their largest magnitudes and again, out of the
-L2 cache where they fit, for the copy. It transposes values of 16 bits, as `fp8.cast_triton` explains; where an
-assembler would mix up bytes, x is transposed before.
+Casts by expert and column: a program has one expert and some columns. It reads the expert's rows for their largest
+magnitudes and again, out of the L2 cache where they fit, for the copy. Threads exchange four values of a column as one
+integer of 32 bits: an assembler mixes up bytes that are exchanged alone (see `fp8.cast_triton`).
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _on, _scale, _top, _transposed_before
+from stepgraph.kernels.fp8 import cast_triton
+from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _on, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST, MULTIPLE, padded_rows
+from stepgraph.kernels.moe.packed import E4M3, new_packed, pack, unpack
 
-TALL, WIDE, WARPS = 64, 64, 4
+#: Rows of a tile, its columns by the bytes of a value, and warps.
+TALL, WIDE, WARPS = 64, {1: 128, 2: 64, 4: 64}, 4
 
 _MULTIPLE = tl.constexpr(MULTIPLE)
 
 
 @triton.jit
 def _groups_kernel(
-    x, offsets, q, scale, C, places, row_stride, column_stride,
+    x, row_scale, offsets, q, scale, C, places, row_stride, column_stride, scale_stride,
     EXPERTS: tl.constexpr, MOST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``program_id(1)`` of the rows of expert ``program_id(0)``."""
+    """Columns ``program_id(1)`` of the rows of expert ``program_id(0)``. ``q``: four values each."""
     expert = tl.program_id(0)
     # Where the expert's rows begin and end, and where its part of the copy begins: parts before it are padded.
     number = tl.arange(0, EXPERTS)
@@ -33,39 +36,63 @@ def _groups_kernel(
     begin = tl.max(ends, 0)
     end = tl.load(offsets + expert)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
-    inside = (column < C)[None, :]
     most = tl.zeros([TALL, WIDE], tl.int32)
     for first in tl.range(begin, end, TALL):
         row = first + tl.arange(0, TALL)
-        at = row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
-        most = tl.maximum(most, _bits(tl.load(x + at, mask=(row < end)[:, None] & inside, other=0.0)))
+        value = _rows(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride)
+        most = tl.maximum(most, _bits(value))
     top = _top(tl.max(most, 0), _SMALLEST)
     factor = tl.div_rn(tl.full(top.shape, MOST, tl.float32), top)
     tl.store(scale + expert * C + column, _scale(top, MOST), mask=column < C)
     stop = begin + (end - begin + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE  # the places up to the next part are zeros
+    four = tl.arange(0, TALL // 4)
     for first in tl.range(begin, stop, TALL):
-        row = first + tl.arange(0, TALL)
-        at = row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
-        value = tl.load(x + at, mask=(row < end)[:, None] & inside, other=0.0)
-        # A place without a row is zero though its column's factor may be NaN.
-        y = tl.where((row < end)[:, None], value.to(tl.float32) * factor[None, :], 0.0).to(q.dtype.element_ty)
-        place = to + row - begin
-        into = q + column[:, None] * places + place[None, :]
-        tl.store(into, tl.trans(y), mask=tl.trans((row < stop)[:, None] & inside))
+        quad = tl.zeros([TALL // 4, WIDE], tl.int32)
+        for i in tl.static_range(4):
+            row = first + 4 * four + i
+            value = _rows(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride)
+            # A place without a row is zero though its column's factor may be NaN.
+            y = tl.where((row < end)[:, None], value * factor[None, :], 0.0)
+            y = y.to(tl.float8e4nv if MOST == 448.0 else tl.float8e5)
+            quad |= y.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i)
+        place = tl.multiple_of((to + first - begin) // 4, 4) + four  # parts begin and end at multiples of 4 fours
+        inside = (column < C)[:, None] & (place // 4 < (to + stop - begin) // 16)[None, :]
+        tl.store(q + column[:, None] * (places // 4) + place[None, :], tl.trans(quad), mask=inside)
+
+
+@triton.jit
+def _rows(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride):
+    """Some columns of some rows in fp32, zeros from ``end`` on. ``row_scale``: None where values are no fp8."""
+    at = row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
+    value = tl.load(x + at, mask=(row < end)[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)
+    if row_scale is not None:
+        value *= tl.load(row_scale + row.to(tl.int64) * scale_stride, mask=row < end, other=0.0)[:, None]
+    return value
 
 
 def launch(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """As `scaled.cast_scaled_groups`, without the ends."""
+    x, row_scale = unpack(x) if x.dtype == torch.uint8 else (x, None)
     (R, C), experts = x.shape, offsets.shape[0]
     q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
     scale = x.new_empty(experts, C, dtype=torch.float32)
-    if _transposed_before(x):
-        x = x.t().clone(memory_format=torch.contiguous_format).t()
-    elif 1 not in x.stride():
+    if 1 not in x.stride():
         x = x.clone(memory_format=torch.contiguous_format)
+    wide = WIDE[x.element_size()]
     with _on(x):
-        _groups_kernel[(experts, triton.cdiv(C, WIDE))](
-            x, offsets, q, scale, C, q.shape[1], *x.stride(),
-            EXPERTS=triton.next_power_of_2(experts), MOST=MOST[dtype], TALL=TALL, WIDE=WIDE, num_warps=WARPS,
+        _groups_kernel[(experts, triton.cdiv(C, wide))](
+            x, row_scale, offsets, q.view(torch.int32), scale, C, q.shape[1], *x.stride(),
+            0 if row_scale is None else row_scale.stride(0),
+            EXPERTS=triton.next_power_of_2(experts), MOST=MOST[dtype], TALL=TALL, WIDE=wide, num_warps=WARPS,
         )  # fmt: skip
     return q, scale
+
+
+def launch_packed(x: torch.Tensor) -> torch.Tensor:
+    """As `scaled.cast_packed_rows`."""
+    if x.shape[1] > cast_triton.LONGEST:  # no program holds a row
+        return pack(*cast_triton.launch_rows(x, E4M3, True, False)[:2])
+    packed = new_packed(x, x.shape[1])
+    with _on(x):
+        cast_triton._cast_rows(x, *unpack(packed))
+    return packed

@@ -6,6 +6,8 @@
 Gate and up are the halves of one product's rows, and so are their gradients. Each is read once and each result written
 once. Rows past the last offset belong to no expert: nothing reads them, and they are zero in the result, or hold
 anything where the pass `unread_rows` found that nothing reads them there either.
+
+`swiglu_rows_cast` and its backward give the same values as packed rows of fp8 (see `packed`), from one kernel.
 Source: Shazeer, "GLU Variants Improve Transformer", 2020.
 """
 
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 
 from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.moe.packed import new_packed
+from stepgraph.kernels.moe.scaled import cast_packed_rows
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -110,6 +114,70 @@ def _(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
 def _(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     _check("swiglu_rows_backward", gate_up, offsets, dy)
     return gate_up.new_empty(gate_up.shape)
+
+
+@torch.library.custom_op("stepgraph::swiglu_rows_cast", mutates_args=())
+@launching("swiglu_rows_cast")
+def swiglu_rows_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """``cast_packed_rows(swiglu_rows(gate_up, offsets))`` for the rows of experts. It has no gradient.
+
+    Args:
+        gate_up: (R, 2F), not empty, as of `swiglu_rows`; 16 divides F.
+        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
+        keep: whether to return the product too.
+
+    Returns:
+        The product, (R, F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, F + TAIL) uint8.
+        Rows past ``offsets[-1]`` hold anything.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    _check("swiglu_rows_cast", gate_up, offsets)
+    return _with_cast(swiglu_rows, "launch_cast", keep, gate_up, offsets)
+
+
+@torch.library.custom_op("stepgraph::swiglu_rows_cast_backward", mutates_args=())
+@launching("swiglu_rows_cast_backward")
+def swiglu_rows_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """``cast_packed_rows(swiglu_rows_backward(dy, gate_up, offsets))`` for the rows of experts.
+
+    Args:
+        dy: (R, F), not empty, the gradient of the product, in the dtype of ``gate_up``.
+        gate_up, offsets: as of `swiglu_rows_cast`.
+        keep: whether to return the gradients too.
+
+    Returns:
+        The gradients, (R, 2F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, 2F + TAIL)
+        uint8: one scale for both gradients of a row. Rows past ``offsets[-1]`` hold anything.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    _check("swiglu_rows_cast_backward", gate_up, offsets, dy)
+    return _with_cast(swiglu_rows_backward, "launch_cast_backward", keep, dy, gate_up, offsets)
+
+
+def _with_cast(function: Any, launch: str, keep: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """By one kernel where a program holds a row, else by ``function`` and a cast."""
+    *_, gate_up, _ = tensors
+    kernels = _on_gpu(gate_up)
+    if kernels is None or gate_up.shape[1] > 2 * kernels.LONGEST:
+        y = function(*tensors)
+        return (y if keep else y.new_empty(0)), cast_packed_rows(y)
+    with torch.cuda.device(gate_up.device):
+        return getattr(kernels, launch)(*tensors, keep)
+
+
+@swiglu_rows_cast.register_fake
+def _(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    _check("swiglu_rows_cast", gate_up, offsets)
+    R, F = gate_up.shape[0], gate_up.shape[1] // 2
+    return gate_up.new_empty((R, F) if keep else 0), new_packed(gate_up, F)
+
+
+@swiglu_rows_cast_backward.register_fake
+def _(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    _check("swiglu_rows_cast_backward", gate_up, offsets, dy)
+    return gate_up.new_empty(gate_up.shape if keep else 0), new_packed(gate_up, gate_up.shape[1])
 
 
 def _save(ctx: Any, inputs: tuple, output: Any) -> None:

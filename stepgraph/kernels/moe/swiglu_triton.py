@@ -8,12 +8,19 @@ import torch
 import triton
 import triton.language as tl
 
-from stepgraph.kernels.fp8.swiglu_triton import _gate_gradient, _product
+from stepgraph.kernels.fp8 import cast_triton
+from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _rounded, _scale, _top
+from stepgraph.kernels.fp8.formats import MOST
+from stepgraph.kernels.fp8.swiglu_triton import _gate_gradient, _product, backward_configuration
+from stepgraph.kernels.moe.packed import new_packed, unpack
+from stepgraph.kernels.moe.rows_triton import tile_of
 
 Tensor = torch.Tensor
 WARPS = 4
 #: Elements of a tile of one half: 16 a thread.
 TILE = 2048
+#: Columns of the widest half whose row a program casts.
+LONGEST = 8192
 
 
 @triton.jit
@@ -65,13 +72,47 @@ def _swiglu_rows_backward_kernel(
         tl.store(dgate_up + at + F, _product(g, d), mask=there)
 
 
+@triton.jit
+def _swiglu_rows_cast_kernel(
+    gate_up, offsets, y, q, scale, experts, F, q_stride, scale_stride, MOST: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Row ``program_id(0)`` of the product, cast. ``y``: None where nothing reads the product."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    if row < tl.load(offsets + experts - 1):
+        at, inside = gate_up + row * (2 * F) + column, column < F
+        value = _product(tl.load(at, mask=inside, other=0.0), tl.load(at + F, mask=inside, other=0.0))
+        if y is not None:
+            tl.store(y + row * F + column, value, mask=inside)
+        top = _top(tl.max(_bits(value), 1), _SMALLEST)
+        tl.store(q + row * q_stride + column, _rounded(value, top[:, None], MOST, q.dtype.element_ty), mask=inside)
+        tl.store(scale + row * scale_stride + tl.zeros([1], tl.int32), _scale(top, MOST))
+
+
+@triton.jit
+def _swiglu_rows_cast_backward_kernel(
+    dy, gate_up, offsets, dgate_up, q, scale, experts, F, q_stride, scale_stride,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Row ``program_id(0)`` of both gradients, cast with one scale. ``dgate_up``: None where nothing reads them."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    if row < tl.load(offsets + experts - 1):
+        at, inside = row * (2 * F) + column, column < F
+        d = tl.load(dy + row * F + column, mask=inside, other=0.0)
+        g = tl.load(gate_up + at, mask=inside, other=0.0)
+        dgate, dup = _gate_gradient(d, g, tl.load(gate_up + at + F, mask=inside, other=0.0)), _product(g, d)
+        if dgate_up is not None:
+            tl.store(dgate_up + at, dgate, mask=inside)
+            tl.store(dgate_up + at + F, dup, mask=inside)
+        top = _top(tl.max(tl.maximum(_bits(dgate), _bits(dup)), 1), _SMALLEST)
+        to = q + row * q_stride + column
+        tl.store(to, _rounded(dgate, top[:, None], MOST, q.dtype.element_ty), mask=inside)
+        tl.store(to + F, _rounded(dup, top[:, None], MOST, q.dtype.element_ty), mask=inside)
+        tl.store(scale + row * scale_stride + tl.zeros([1], tl.int32), _scale(top, MOST))
+
+
 def configuration(F: int) -> tuple[int, int]:
-    """(rows, columns) of a tile: of the widths that leave the fewest columns of the last tile empty, the largest."""
-    if F <= 128:
-        block = triton.next_power_of_2(F)
-    else:
-        block = min((1024, 512, 256, 128), key=lambda columns: triton.cdiv(F, columns) * columns)
-    return TILE // block, block
+    """(rows, columns) of a tile."""
+    return tile_of(TILE, F)
 
 
 def launch(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
@@ -98,6 +139,32 @@ def launch_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: boo
             ZERO_REST=zero_rest, ROWS=rows, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
     return out
+
+
+def launch_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """As `swiglu.swiglu_rows_cast`. Rows of up to `LONGEST`."""
+    R, F = gate_up.shape[0], gate_up.shape[1] // 2
+    packed, y = new_packed(gate_up, F), gate_up.new_empty((R, F) if keep else 0)
+    q, scale = unpack(packed)
+    block, warps = cast_triton.row_configuration(F)
+    _swiglu_rows_cast_kernel[(R,)](
+        gate_up.contiguous(), offsets.contiguous(), y if keep else None, q, scale, offsets.shape[0], F, q.stride(0),
+        scale.stride(0), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return y, packed
+
+
+def launch_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """As `swiglu.swiglu_rows_cast_backward`. Rows of up to `LONGEST`."""
+    R, F = dy.shape
+    packed, grad = new_packed(gate_up, 2 * F), gate_up.new_empty((R, 2 * F) if keep else 0)
+    q, scale = unpack(packed)
+    block, warps = backward_configuration(F, gate_up.element_size())
+    _swiglu_rows_cast_backward_kernel[(R,)](
+        dy.contiguous(), gate_up.contiguous(), offsets.contiguous(), grad if keep else None, q, scale,
+        offsets.shape[0], F, q.stride(0), scale.stride(0), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return grad, packed
 
 
 def _programs(R: int, F: int) -> tuple[int]:

@@ -2,11 +2,14 @@
 
 Matches: grouped products in bf16. Before -> after, where W^T is a matrix of each expert:
 
-    grouped_mm(rows, W, offsets)         -> grouped_scaled_mm of casts of rows and W^T, each by its rows
+    grouped_mm(rows, W, offsets)         -> grouped_scaled_mm of packed rows and of W^T cast by its rows
     grouped_mm_weight(x, dy, offsets)    -> grouped_scaled_mm_weight of casts by expert, transposed, of x and dy
+    cast_packed_rows(swiglu_rows(..))    -> swiglu_rows_cast(..), which leaves the rows themselves where nothing else
+                                            reads them; its backward likewise
 
-All sides are e4m3. Every recipe of fp8 has scales by rows here: torch multiplies groups in no other way. The recipe
-``rowwise-bf16-weight-gradients`` leaves gradients of weights in bf16.
+A weight's gradient sums over what the other products multiplied: it reads packed rows where there are any, and nothing
+keeps the rows in bf16. All sides are e4m3. Every recipe of fp8 has scales by rows here: torch multiplies groups in no
+other way. The recipe ``rowwise-bf16-weight-gradients`` leaves gradients of weights in bf16.
 Tier numerics: values are rounded to 3 bits. Preconditions: bf16, matrices of which 16 divides both sides. Products
 whose casts take longer than they save stay in bf16, and those of modules that ``fp8_skip`` names.
 Source: as `fp8_matmul`; groups as torchao's ``_scaled_grouped_mm`` has them.
@@ -22,15 +25,21 @@ from torch import fx
 
 from stepgraph.costs.fp8 import cast_seconds, product_seconds
 from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import replace as replace_node
 from stepgraph.graph.facts import leaves_rest
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.fp8.formats import MULTIPLE
-from stepgraph.kernels.moe.scaled import E4M3
+from stepgraph.kernels.moe.packed import E4M3
 from stepgraph.passes.contract import PassReport, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _PRODUCT, _WEIGHT_PRODUCT = ours.grouped_mm.default, ours.grouped_mm_weight.default
+#: What makes rows of experts -> what makes packed ones too.
+_WITH_CAST = {
+    ours.swiglu_rows.default: ours.swiglu_rows_cast.default,
+    ours.swiglu_rows_backward.default: ours.swiglu_rows_cast_backward.default,
+}
 
 #: The compute capability of GPUs that torch's products of groups in fp8 are for.
 _CAPABILITY = (9, 0)
@@ -63,6 +72,7 @@ class ExpertFp8Options:
 def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) -> None:
     """Multiply the rows of experts in fp8, forward and backward."""
     stays: Counter[str] = Counter()
+    packed: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple, tuple[fx.Node, ...]] = {}
     for node in [n for t in (_PRODUCT, _WEIGHT_PRODUCT) for n in step.graph.find_nodes(op="call_function", target=t)]:
         report.matched += 1
@@ -72,18 +82,23 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
         read, build = node.all_input_nodes, Builder(node, before=node)
         if node.target is _PRODUCT:
             rows, weight, offsets = node.args[:3]
-            q, scale = _cast_rows(rows, build, casts)
+            if rows not in packed:
+                packed[rows] = Builder(node, before=min(rows.users))(ours.cast_packed_rows.default, rows)
             w, weight_scale = _cast_weight(weight, build, casts)
             rest = {"zero_rest": False} if leaves_rest(node) else {}
-            new = build(ours.grouped_scaled_mm.default, q, w, scale, weight_scale, offsets, **rest)
+            new = build(ours.grouped_scaled_mm.default, packed[rows], w, weight_scale, offsets, **rest)
         else:
-            (a, scale_a, ends), (b, scale_b, _) = (_cast_groups(n, node.args[2], build, casts) for n in node.args[:2])
+            sides = (_cast_groups(packed.get(n, n), node.args[2], build, casts) for n in node.args[:2])
+            (a, scale_a, ends), (b, scale_b, _) = sides
             new = build(ours.grouped_scaled_mm_weight.default, a, b, scale_a, scale_b, ends)
         node.replace_all_uses_with(new)
         step.graph.erase_node(node)
         erase_unread(*read)
         report.changed += 1
+    fused = sum(_cast_where_made(rows, cast) for rows, cast in packed.items())
     report.summary = f"{report.changed} of {report.matched} products of experts' rows in fp8"
+    if fused:
+        report.summary += f"; {fused} of {len(packed)} casts of rows by the SwiGLU that makes them"
     report.notes += [f"{count} stay in bf16: {why}" for why, count in stays.items()]
 
 
@@ -119,13 +134,17 @@ def _refusal(node: fx.Node, options: ExpertFp8Options) -> str | None:
     )
 
 
-def _cast_rows(x: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
-    """Values and scales of a matrix by its rows: rows that no expert has may hold anything, which stays in them."""
-    key = (ours.cast_scaled_rows, x, phase_of(build.place))
-    if key not in casts:
-        made = build(ours.cast_scaled_rows.default, x, E4M3, True, False)
-        casts[key] = tuple(build(operator.getitem, made, i) for i in range(2))
-    return casts[key]
+def _cast_where_made(rows: fx.Node, cast: fx.Node) -> bool:
+    """Let a SwiGLU make ``cast``, and ``rows`` where anything else reads them. Whether it can."""
+    if rows.target not in _WITH_CAST or not leaves_rest(rows):
+        return False
+    keep, build = len(rows.users) > 1, Builder(rows, cast, before=rows)
+    made = build(_WITH_CAST[rows.target], *rows.args, keep)
+    replace_node(cast, build(operator.getitem, made, 1, like=cast))
+    if keep:
+        rows.replace_all_uses_with(build(operator.getitem, made, 0, like=rows))
+    rows.graph.erase_node(rows)
+    return True
 
 
 def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
@@ -137,14 +156,15 @@ def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node,
         if not x.meta["val"].is_contiguous():
             x = build(aten.clone.default, x, memory_format=torch.contiguous_format)
         E, N, K = x.meta["val"].shape
-        q, scale = _cast_rows(build.view(x, (E * N, K)), build, casts)
+        made = build(ours.cast_scaled_rows.default, build.view(x, (E * N, K)), E4M3, True, False)
+        q, scale = (build(operator.getitem, made, i) for i in range(2))
         casts[key] = build.view(q, (E, N, K)), build.view(scale, (E, N))
     return casts[key]
 
 
 def _cast_groups(x: fx.Node, offsets: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
-    """Values and scales of a matrix by its columns, transposed, for each expert apart, and where these parts end."""
-    key = (ours.cast_scaled_groups, x, offsets)
+    """Values and scales of rows by their columns, transposed, for each expert apart, and where these parts end."""
+    key = (x, offsets)
     if key not in casts:
         made = build(ours.cast_scaled_groups.default, x, offsets, E4M3)
         casts[key] = tuple(build(operator.getitem, made, i) for i in range(3))

@@ -262,8 +262,8 @@ def test_no_configuration_spills(element, to):
         kinds |= dict.fromkeys(("dy_stride", "gate_stride", "up_stride"), "i32")
         _, most_warps = swiglu_triton.backward_configuration(C, 2 if element == "bf16" else 4)
         assert_no_spills(swiglu_triton._swiglu_backward_kernel, kinds, constants, most_warps, (*kinds,))
-        kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32"}
-        constants = {"column_stride": 1, "MOST": most, "BLOCK": block}
+        kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32", "q_stride": "i32"}
+        constants = {"column_stride": 1, "scale_stride": 1, "MOST": most, "BLOCK": block}
         assert_no_spills(kernels._row_kernel, kinds, constants, warps, aligned)
     sizes = dict.fromkeys(("R", "C", "dy_stride", "gate_stride", "up_stride", "CHUNK"), "i32")
     kinds = {name: f"*{element}" for name in ("dy", "gate", "up", "y", "dgate", "dup")} | sizes

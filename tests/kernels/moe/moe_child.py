@@ -14,7 +14,6 @@ from stepgraph.kernels.moe import grouped_triton, route_triton, rows_triton, sca
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
-scaled_triton._transposed_before = lambda x: x.dtype == torch.float16  # both ways
 
 FUNCTIONS = {
     "sort": route_triton.launch,
@@ -23,6 +22,9 @@ FUNCTIONS = {
     "combine_backward": rows_triton.combine_backward,
     "zero_past": grouped_triton.zero_past,
     "cast_groups": scaled_triton.launch,
+    "cast_packed": scaled_triton.launch_packed,
+    "swiglu_cast": swiglu_triton.launch_cast,
+    "swiglu_cast_backward": swiglu_triton.launch_cast_backward,
     "swiglu": swiglu_triton.launch,
     "swiglu_backward": swiglu_triton.launch_backward,
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.kernels.fp8.formats import MOST
-from stepgraph.kernels.moe import route, rows, scaled, swiglu
+from stepgraph.kernels.moe import packed, route, rows, scaled, swiglu
 from tests.kernels.moe.test_moe import data, routing
 from tests.kernels.strides import padded, swapped
 from tests.kernels.triton_tools import assert_no_spills, interpreted
@@ -69,6 +69,31 @@ def cast_cases():
         x[sum(counts) :] = torch.nan
         x = swapped(x) if i else padded(x)
         cases.append(("cast_groups", (x, offsets, form), scaled.cast_reference(x, offsets, form)))
+    # Packed rows, whose scales are powers of two here, so that no value is rounded.
+    values = data(90, 48, dtype=torch.float32).clamp(-4, 4).mul(2).round().div(2)
+    values[[0, 5]] = MOST[packed.E4M3]
+    scale = torch.tensor([1.0, 0.5, 0.25, 1.0, 0.5]).repeat(18)
+    x, offsets = packed.pack(values.to(packed.E4M3), scale), torch.tensor([5, 5, 81], dtype=torch.int32)
+    cases.append(("cast_groups", (x, offsets, packed.E4M3), scaled.cast_reference(x, offsets, packed.E4M3)))
+    x = values.bfloat16()
+    x[:, 7] = MOST[packed.E4M3]
+    cases.append(("cast_packed", (swapped(x),), packed.pack(x.to(packed.E4M3), torch.ones(90))))
+    return cases
+
+
+def swiglu_cast_cases():
+    """Ends before and behind rows; odd tiles. Zeros but for one gate and up, so that no interpreter rounds."""
+    cases = []
+    for F, end, keep in ((48, 5, True), (16, 9, False), (1040, 9, True)):
+        offsets = torch.tensor([2, end], dtype=torch.int32)
+        gate_up, dy = torch.zeros(9, 2 * F), torch.zeros(9, F)
+        gate_up[:, 3], gate_up[:, F + 3], dy[:, 3], dy[:, 4] = 200.0, 2.0 ** torch.arange(9), 1.5, 1.0
+        gate_up[end:] = torch.nan
+        for name, function, given in (
+            ("swiglu_cast", swiglu.swiglu_rows_cast, (gate_up,)),
+            ("swiglu_cast_backward", swiglu.swiglu_rows_cast_backward, (dy, gate_up)),
+        ):
+            cases.append((name, (*given, offsets, keep), function(*given, offsets, keep)))
     return cases
 
 
@@ -89,16 +114,19 @@ def swiglu_cases():
 
 
 def defined(arguments, result):
-    """Of a result all rows or, where the last argument leaves the rest as it is in memory, those in use."""
-    if result.itemsize == 1:  # fp8, up to the last part's end
-        return result[:, : scaled.padded_ends(arguments[1])[-1]].float()
-    return result[: arguments[-2][-1]] if arguments[-1] is False else result
+    """Of a result all rows or, where the last argument lets the rest hold anything, those in use."""
+    if isinstance(arguments[-1], bool) and result.ndim == 2:
+        result = result[: arguments[-2][-1]]
+    if result.dtype == torch.uint8:  # packed: up to the scale's end
+        return result[:, : result.shape[1] - packed.TAIL + 4]
+    # fp8: up to the last part's end
+    return result[:, : scaled.padded_ends(arguments[1])[-1]].float() if result.itemsize == 1 else result
 
 
 @pytest.mark.slow
 def test_kernels_interpreted(tmp_path):
     pytest.importorskip("triton")
-    cases = [*sort_cases(), *zero_cases(), *cast_cases(), *swiglu_cases(), *row_cases()]
+    cases = [*sort_cases(), *zero_cases(), *cast_cases(), *swiglu_cases(), *swiglu_cast_cases(), *row_cases()]
     results = interpreted(CHILD, tmp_path, [(name, *arguments) for name, arguments, _ in cases])
     for (name, arguments, expected), found in zip(cases, results, strict=True):
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
@@ -144,14 +172,25 @@ def test_no_configuration_spills(element):
     wide = {"ROWS": 32, "BLOCK": 256}
     assert_no_spills(rows_triton._zero_kernel, kinds, wide, 8, tensors)
     assert_no_spills(grouped_triton._zero_past_kernel, kinds, wide, grouped_triton.WARPS, tensors)
-    casts = {"x": pointer, "offsets": "*i32", "q": "*fp8e4nv", "scale": "*fp32"}
-    casts |= dict.fromkeys(("C", "places", "row_stride", "column_stride"), "i32")
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[element]
-    one = "row_stride" if scaled_triton._transposed_before(torch.empty(1, dtype=dtype)) else "column_stride"
+    sizes = dict.fromkeys(("C", "places", "row_stride", "scale_stride"), "i32")
+    casts = {"x": pointer, "offsets": "*i32", "q": "*i32", "scale": "*fp32", "row_scale": "*fp32"} | sizes
+    wide = scaled_triton.WIDE
     for experts in (8, 128):
-        constants = {"EXPERTS": experts, "MOST": 448.0, "TALL": scaled_triton.TALL, "WIDE": scaled_triton.WIDE, one: 1}
-        aligned = [name for name in casts if name != one]
-        assert_no_spills(scaled_triton._groups_kernel, casts, constants, scaled_triton.WARPS, aligned)
+        for x, own in ({"x": "*fp8e4nv"}, {"WIDE": wide[1]}), ({}, {"WIDE": wide[2], "row_scale": None}):
+            kinds_of = {name: kind for name, kind in (casts | x).items() if name not in own}
+            constants = {"EXPERTS": experts, "MOST": 448.0, "TALL": scaled_triton.TALL, "column_stride": 1} | own
+            assert_no_spills(scaled_triton._groups_kernel, kinds_of, constants, scaled_triton.WARPS, [*kinds_of])
+    to = dict.fromkeys(("dy", "gate_up", "y", "dgate_up"), pointer)
+    to |= {"offsets": "*i32", "q": "*fp8e4nv", "scale": "*fp32"}
+    to |= dict.fromkeys(("experts", "F", "q_stride", "scale_stride"), "i32")
+    itemsize = 2 if element == "bf16" else 4
+    for F in (768, 1408, swiglu_triton.LONGEST):
+        for kernel, (block, warps) in (
+            (swiglu_triton._swiglu_rows_cast_kernel, swiglu_triton.cast_triton.row_configuration(F)),
+            (swiglu_triton._swiglu_rows_cast_backward_kernel, swiglu_triton.backward_configuration(F, itemsize)),
+        ):
+            given = {name: kind for name, kind in to.items() if name in kernel.arg_names}
+            assert_no_spills(kernel, given, {"MOST": 448.0, "BLOCK": block}, warps, [*given])
     if element == "fp32":
         at = {"BLOCK": route_triton.BLOCK}
         assert_no_spills(route_triton._count_kernel, kinds, {**at, "BINS": 512}, route_triton.WARPS, tensors)

@@ -1,4 +1,4 @@
-"""Products of experts' rows in fp8, compared with float64 products of the cast values; torch's shape checks."""
+"""Products of experts' rows in fp8, compared with float64 products of the cast values; packed rows; torch's checks."""
 
 import pytest
 import torch
@@ -6,7 +6,19 @@ from torch._subclasses import FakeTensorMode
 
 from stepgraph import compat
 from stepgraph.kernels.fp8 import cast_scaled_rows
-from stepgraph.kernels.moe import cast_scaled_groups, grouped_scaled_mm, grouped_scaled_mm_weight
+from stepgraph.kernels.moe import (
+    cast_packed_rows,
+    cast_scaled_groups,
+    gather_rows,
+    grouped_scaled_mm,
+    grouped_scaled_mm_weight,
+    sort_by_expert,
+    swiglu_rows,
+    swiglu_rows_cast,
+    swiglu_rows_cast_backward,
+)
+from stepgraph.kernels.moe.packed import unpack
+from stepgraph.kernels.moe.swiglu import swiglu_rows_backward
 from tests.kernels.moe.test_moe import data
 
 E4M3 = torch.float8_e4m3fn
@@ -31,8 +43,9 @@ def by_rows(x):
 @pytest.mark.parametrize("counts", COUNTS)
 def test_rows_of_each_expert_with_its_matrix(counts):
     rows, weight, _, offsets = arguments(counts)
-    (q, scale), (w, weight_scale) = by_rows(rows), by_rows(weight)
-    y = grouped_scaled_mm(q, w, scale, weight_scale, offsets)
+    packed, (w, weight_scale) = cast_packed_rows(rows), by_rows(weight)
+    y = grouped_scaled_mm(packed, w, weight_scale, offsets)
+    q, scale = unpack(packed)
     exact_rows, exact_weight = q.double() * scale[:, None], w.double() * weight_scale[..., None]
     owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     expected = torch.einsum("rd,rfd->rf", exact_rows[: len(owners)], exact_weight[owners])
@@ -59,6 +72,34 @@ def test_weight_gradients_sum_over_the_rows_of_each_expert(counts):
         start = end
 
 
+def test_packed_rows_have_the_bits_of_casts_and_move_as_one():
+    rows, _, _, offsets = arguments([7, 0, 23, 16])
+    packed, (q, scale) = cast_packed_rows(rows), by_rows(rows)
+    values, row_scale = unpack(packed)
+    assert torch.equal(values.view(torch.uint8), q.view(torch.uint8)) and torch.equal(row_scale.isnan(), scale.isnan())
+    order, places, _ = sort_by_expert(torch.tensor([[2, 0], [1, 2], [0, -1]]), 3)
+    moved, whole = (gather_rows(x[:3], order, places) for x in (rows, packed))
+    assert torch.equal(whole[:5, :36], cast_packed_rows(moved)[:5, :36]) and not whole[5:].any()
+    # Gradients of weights sum over these values: cast again, by expert and column.
+    wide = values.float() * row_scale.unsqueeze(1)
+    for mine, theirs in zip(*(cast_scaled_groups(x, offsets, E4M3) for x in (packed, wide)), strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keep", [False, True])
+def test_swiglu_with_its_cast(dtype, keep):
+    gate_up, dy = data(20, 96, seed=1, dtype=dtype), data(20, 48, seed=2, dtype=dtype)
+    offsets = torch.tensor([5, 17], dtype=torch.int32)
+    for found, alone in (
+        (swiglu_rows_cast(gate_up, offsets, keep), swiglu_rows(gate_up, offsets)),
+        (swiglu_rows_cast_backward(dy, gate_up, offsets, keep), swiglu_rows_backward(dy, gate_up, offsets)),
+    ):
+        y, packed = found
+        assert torch.equal(y, alone) if keep else not y.numel()
+        assert torch.equal(packed, cast_packed_rows(alone))
+
+
 def test_a_nan_stays_with_its_expert_and_column():
     rows, _, _, offsets = arguments([4, 5])
     rows[4, 7] = torch.nan
@@ -71,9 +112,10 @@ def test_torch_takes_what_the_casts_give():
     """By torch's checks of shapes and strides, which need no GPU."""
     with FakeTensorMode():
         t = lambda *shape, dtype=E4M3: torch.empty(shape, dtype=dtype, device="cuda")  # noqa: E731
-        rows, weight, offsets = t(50, 32), t(4, 48, 32), t(4, dtype=torch.int32)
-        scales = t(50, dtype=torch.float32), t(4, 48, dtype=torch.float32)
-        assert compat.scaled_grouped_mm(rows, weight.mT, *scales, offsets).shape == (50, 48)
+        rows, weight, offsets = t(50, 160, dtype=torch.uint8), t(4, 48, 32), t(4, dtype=torch.int32)
+        values, scale = unpack(rows)
+        scales = scale.clone(memory_format=torch.contiguous_format), t(4, 48, dtype=torch.float32)
+        assert compat.scaled_grouped_mm(values, weight.mT, *scales, offsets).shape == (50, 48)
         q, scale, ends = cast_scaled_groups(t(50, 32, dtype=torch.bfloat16), offsets, E4M3)
         found = compat.scaled_grouped_mm(q, q.t(), scale.view(-1), scale.view(-1), ends)
         assert found.shape == (4, 32, 32) and found.dtype == torch.bfloat16
@@ -81,14 +123,21 @@ def test_torch_takes_what_the_casts_give():
 
 def test_fakes_and_errors():
     rows, weight, dy, offsets = arguments([4, 5])
-    (q, scale), (w, weight_scale) = by_rows(rows), by_rows(weight)
+    packed, (w, weight_scale) = cast_packed_rows(rows[:9]), by_rows(weight)
     a, scale_a, ends = cast_scaled_groups(dy, offsets, E4M3)
     kinds = ("test_autograd_registration", "test_faketensor")
     ours = torch.ops.stepgraph
-    torch.library.opcheck(ours.cast_scaled_groups, (dy[:9], offsets, E4M3))
-    torch.library.opcheck(ours.grouped_scaled_mm, (q, w, scale, weight_scale, offsets), test_utils=kinds)
+    torch.library.opcheck(ours.cast_packed_rows, (rows[:9],))
+    for x in (dy[:9], packed):
+        torch.library.opcheck(ours.cast_scaled_groups, (x, offsets, E4M3))
+    for keep in (False, True):
+        torch.library.opcheck(ours.swiglu_rows_cast, (rows[:9], offsets, keep))
+        torch.library.opcheck(ours.swiglu_rows_cast_backward, (rows[:9, :16], rows[:9], offsets, keep))
+    torch.library.opcheck(ours.grouped_scaled_mm, (packed, w, weight_scale, offsets), test_utils=kinds)
     torch.library.opcheck(ours.grouped_scaled_mm_weight, (a, a, scale_a, scale_a, ends), test_utils=kinds)
-    with pytest.raises(ValueError, match=r"^grouped_scaled_mm got rows .*: cast both by rows$"):
-        grouped_scaled_mm(q, w.mT, scale, weight_scale, offsets)
+    with pytest.raises(ValueError, match=r"^grouped_scaled_mm got rows .*: cast rows by cast_packed_rows and the weig"):
+        grouped_scaled_mm(packed, w.mT, weight_scale, offsets)
+    with pytest.raises(ValueError, match=r"^cast_packed_rows got rows of 33 values; .*: leave them in torch.bfloat16$"):
+        cast_packed_rows(data(2, 33, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"^grouped_scaled_mm_weight got a .*: cast both by it$"):
         grouped_scaled_mm_weight(a, a[:, :-1], scale_a, scale_a, ends)

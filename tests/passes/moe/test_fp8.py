@@ -8,7 +8,13 @@ from torch import nn
 
 import stepgraph
 from stepgraph.kernels.fp8 import cast_scaled_rows
-from stepgraph.kernels.moe import cast_scaled_groups, grouped_mm, grouped_scaled_mm, grouped_scaled_mm_weight
+from stepgraph.kernels.moe import (
+    cast_packed_rows,
+    cast_scaled_groups,
+    grouped_mm,
+    grouped_scaled_mm,
+    grouped_scaled_mm_weight,
+)
 from stepgraph.passes import StepOptions, chosen, get, run_passes
 from stepgraph.passes.target import Target
 from tests.passes.moe.test_products import products
@@ -31,16 +37,17 @@ class Product(torch.autograd.Function):
         rows, weight, offsets = ctx.saved_tensors
         dw = ours.grouped_mm_weight(dy, rows, offsets)
         if ctx.in_fp8:
-            (a, scale_a, ends), (b, scale_b, _) = (cast_scaled_groups(x, offsets, E4M3) for x in (dy, rows))
+            # Of what products read, the cast; of a gradient that only this one reads, itself.
+            sides = cast_packed_rows(dy) if ctx.needs_input_grad[0] else dy, cast_packed_rows(rows)
+            (a, scale_a, ends), (b, scale_b, _) = (cast_scaled_groups(x, offsets, E4M3) for x in sides)
             dw = grouped_scaled_mm_weight(a, b, scale_a, scale_b, ends)
         return _product(dy, weight.mT.contiguous(), offsets), dw, None, None
 
 
 def _product(rows, weight, offsets):
     E, N, K = weight.shape
-    q, scale, _, _ = cast_scaled_rows(rows, E4M3, True, False)
     w, weight_scale, _, _ = cast_scaled_rows(weight.reshape(-1, K), E4M3, True, False)
-    return grouped_scaled_mm(q, w.view(E, N, K), scale, weight_scale.view(E, N), offsets)
+    return grouped_scaled_mm(cast_packed_rows(rows), w.view(E, N, K), weight_scale.view(E, N), offsets)
 
 
 class Experts(nn.Module):
