@@ -103,6 +103,39 @@ class Reading(OfItself):
         p.add_(grad, alpha=-group["lr"] * factor / sqrt(state["n"]))
 
 
+class OfContainers(Written):
+    """Reads the optimizer's own containers, and attributes of parameters."""
+
+    def update(self, p, grad, state, group):
+        known = (p in self.state) + len(self.state) + len(state) + sum(map(len, self.state.values()))
+        known += len(self.param_groups) + len(self.defaults) + len(group) + ("key" in self.state)
+        p.add_(grad, alpha=-group["lr"] * getattr(p, "factor", 1.0) / (1 + known))
+
+
+class Looked(Written):
+    """A first step that is another one, by membership alone."""
+
+    def update(self, p, grad, state, group):
+        p.add_(grad, alpha=-group["lr"])
+
+    def step(self, closure=None):
+        new = [p for p in self.param_groups[0]["params"] if p not in self.state]
+        super().step()
+        with torch.no_grad():
+            for p in new:
+                p.mul_(0.5)
+
+
+def mark(model, optimizer):
+    for param in model.parameters():
+        param.factor = 3.0
+
+
+def add_state(model, optimizer):
+    for state in optimizer.state.values():
+        state["note"] = "x"
+
+
 def set_option(key, value):
     def change(model, optimizer):
         for group in optimizer.param_groups:
@@ -138,6 +171,12 @@ CHANGES = {
     "table": (Reading, lambda m, o: o.table.update(a=[3.0]), None),
     "defaults": (Reading, lambda m, o: o.defaults.update(scale=2.0), None),
     "helper": (Reading, lambda m, o: setattr(o.helper, "value", 2.0), None),
+    "containers": (OfContainers, None, None),
+    "marks_before": (OfContainers, None, mark),
+    "marks": (OfContainers, mark, None),
+    "entries": (OfContainers, add_state, None),
+    "group_entries": (OfContainers, set_option("note", "x"), None),
+    "membership": (Looked, None, None),
     "tensor": (
         lambda p: optim.RMSprop(p, lr=torch.tensor(0.01)),
         lambda m, o: o.param_groups[0]["lr"].fill_(0.2),
@@ -228,6 +267,27 @@ class Logging(Reading):
         self.table["a"].append(1.0)
 
 
+class Marking(Written):
+    def update(self, p, grad, state, group):
+        p.count = getattr(p, "count", 0) + 1
+
+
+class Forgetting(Momentum):
+    def step(self, closure=None):
+        super().step()
+        self.state = {}
+
+
+class Growing(Written):
+    def update(self, p, grad, state, group):
+        self.param_groups.append({**group, "params": []})
+
+
+class Sharing(Written):
+    def update(self, p, grad, state, group):
+        self.state.setdefault("n", 1)
+
+
 LOG = []
 
 
@@ -244,6 +304,10 @@ class LoggingElsewhere(Written):
         (Assigning, r"Assigning.step assigns .data"),
         (Logging, "Logging.step changes what its attributes hold"),
         (LoggingElsewhere, r"sets .*LOG from .* in Python"),
+        (Marking, "Marking.step sets count of a parameter in Python"),
+        (Forgetting, "Forgetting.step replaces its state as a whole"),
+        (Growing, "Growing.step changes its list of groups"),
+        (Sharing, r"Sharing.step \(.*:\d+\) keeps state of a str"),
         (optim.LBFGS, r"LBFGS.step \(.*lbfgs.py:\d+\) needs a closure"),
         (functools.partial(optim.Adagrad, fused=True), r"Adagrad\(fused=True\)"),
     ],

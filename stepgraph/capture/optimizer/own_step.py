@@ -102,6 +102,8 @@ class OwnStep:
         self.name = type(optimizer).__qualname__
         self.learned = _LEARNED.setdefault(optimizer, Learned())
         self.step = _function(optimizer)
+        #: Whether torch wrote its ``step``, which reads no attributes of parameters.
+        self.is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for option, why in _REFUSED.items():
             if any(group.get(option) for group in optimizer.param_groups):
                 raise ValueError(f"{self.name}({option}=True) {why}; use {option}=False")
@@ -268,6 +270,13 @@ def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
     return [(f"{key}.{i}", leaf) for i, leaf in enumerate(leaves)]
 
 
+def _kept(value: Any) -> Any:
+    """What a graph keeps of a value of the state: neither tensors nor numbers."""
+    if isinstance(value, Tensor) or type(value) in _NUMBERS:
+        return None
+    return tuple(None if isinstance(leaf, Tensor) else frozen(leaf) for leaf in pytree.tree_leaves(value))
+
+
 class _State(dict):
     """The state of a parameter while ``step`` is traced. ``kept``: called with a new key and its value."""
 
@@ -289,24 +298,100 @@ class _State(dict):
 
 
 class _States(defaultdict):
-    """``optimizer.state`` while ``step`` is traced."""
+    """``optimizer.state`` while ``step`` is traced. ``read``: the stand-ins whose state was read. ``asked``: what was
+    looked up in it, by stand-in or key. ``is_whole``: whether all keys were read. ``live``: the optimizer's."""
 
-    def __init__(self, run: "Run"):
+    def __init__(self, run: "Run", live: Mapping):
         super().__init__()
-        self._run = run
+        self._run, self.live = run, live
+        self.read: dict[int, StandIn] = {}
+        self.asked: list[Any] = []
+        self.is_whole = False
+
+    def __getitem__(self, param: Any) -> _State:
+        if (member := self._run.members.get(id(param))) is not None:
+            self.read[id(param)] = member
+        return super().__getitem__(param)
 
     def __missing__(self, param: Any) -> _State:
         self[param] = {}
+        return super().__getitem__(param)
+
+    def __contains__(self, param: Any) -> bool:
+        self.asked.append(param)
+        if id(param) not in self._run.members and param in self.live:
+            self._refuse(param)
+        return super().__contains__(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        return self[param] if param in self else default  # noqa: SIM401 (it is get)
+
+    def setdefault(self, param: Any, default: Any = None) -> Any:
+        if param not in self:
+            self[param] = default
         return self[param]
+
+    def update(self, *args: Any, **values: Any) -> None:
+        for param, state in dict(*args, **values).items():
+            self[param] = state
+
+    def _all(self) -> None:
+        """All keys are read; each must be a parameter's."""
+        self.is_whole = True
+        known = {id(member.live): member for member in self._run.members.values()}
+        for key in self.live:
+            if id(key) not in known:
+                self._refuse(key)
+        self.read |= {id(member.tensor): member for member in known.values()}
+
+    def __len__(self) -> int:
+        self._all()
+        return super().__len__()
+
+    def __iter__(self) -> Iterator[Any]:
+        self._all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._all()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._all()
+        return super().items()
+
+    def _refuse(self, key: Any) -> NoReturn:
+        what = f"a {type(key).__name__}" if id(key) not in self._run.members else "a parameter, but no dict"
+        raise CaptureError(
+            f"{self._run.own.name}.step ({line_in_use()}) keeps state of {what}; a captured step takes a dict for "
+            "each parameter that has a gradient"
+        )
+
+    def form(self) -> Callable[[], tuple]:
+        """What gives, before each call, the form of what was read: keys, in order, and values that a graph keeps."""
+        read, keys, is_whole = [member.live for member in self.read.values()], [], self.is_whole
+        for key in self.asked:
+            member = self._run.members.get(id(key))
+            keys.append(key if member is None else member.live)
+        optimizer = self._run.optimizer  # a loaded checkpoint replaces its state
+        members = () if self._run.own.is_torchs else [member.live for member in self._run.members.values()]
+
+        def form() -> tuple:
+            state = optimizer.state
+            inside = [(*held, *map(_kept, held.values())) for held in (state.get(param, {}) for param in read)]
+            marks = [frozen(vars(param)) for param in members]
+            return tuple(map(id, state)) if is_whole else (), tuple(key in state for key in keys), *inside, *marks
+
+        return form
 
     def __setitem__(self, param: Any, state: Any) -> None:
         member = self._run.members.get(id(param))
         if member is None or not isinstance(state, dict):
-            what = f"a {type(param).__name__}" if member is None else f"a parameter, a {type(state).__name__}"
-            raise CaptureError(
-                f"{self._run.own.name}.step ({line_in_use()}) keeps state of {what}; a captured step takes a dict for "
-                "each parameter that has a gradient"
-            )
+            self._refuse(param)
         kept = _State({}, partial(self._run.new_state, member))
         super().__setitem__(param, kept)
         kept.update(state)
@@ -332,6 +417,7 @@ class Run:
         self._before: dict[tuple[int, str], tuple[Any, list]] = {}
         self._made: set[tuple[int, str]] = set()
         self._assigned: list[tuple[Tensor, Tensor]] = []
+        self._of_fakes: set[str] = set()
 
     # ---- numbers ----
 
@@ -380,6 +466,7 @@ class Run:
     def run(self, muon: Callable | None) -> None:
         optimizer, own = self.optimizer, self.own
         groups, attributes = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
+        listed, held = list(optimizer.param_groups), optimizer.param_groups
         try:
             self._put_stand_ins()
             places = [compat.storage_key(m.tensor) for m in self.members.values()]
@@ -399,6 +486,10 @@ class Run:
                         f"{own.name}.step assigns .data of a parameter, and a captured step keeps its state where it "
                         "lies; write in place, as by .data.copy_(...)"
                     )
+                if optimizer.param_groups is not held or len(held) != len(listed):
+                    raise CaptureError(
+                        f"{own.name}.step changes its list of parameter groups; add groups between steps"
+                    )
                 self._write_back(groups, attributes)
         except (CaptureError, Again):
             raise
@@ -408,13 +499,18 @@ class Run:
         except Exception as error:
             raise CaptureError(self._explained(error)) from error
         finally:
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
+            held[:] = listed
+            for group, before in zip(listed, groups, strict=True):
                 group.clear()
                 group.update(before)
             vars(optimizer).clear()
             vars(optimizer).update(attributes)
             for member in self.members.values():
                 member.tensor.grad = None
+                for key in self._attributes_of(member):
+                    vars(member.tensor).pop(key, None)
+        self.host.state = self.state.form()
+        self.host.form = self.host.state()
         if not same(own.options(), self.host.expected):
             raise CaptureError(f"{own.name}.step changes what its attributes hold, which a captured step cannot do")
         if self.early is None:
@@ -439,11 +535,13 @@ class Run:
             group["params"] = [member.tensor for member in self.groups[index]]
         for key, value in list(vars(optimizer).items()):
             vars(optimizer)[key] = self._moving(None, key, value, lambda: vars(optimizer))
-        live, self.state = optimizer.state, _States(self)
-        optimizer.state = self.state
+        live = optimizer.state
+        optimizer.state = self.state = _States(self, live)
         for member in self.members.values():
             member.tensor.grad = member.grad
-            if held := live.get(member.live):
+            self._of_fakes |= vars(member.tensor).keys()
+            vars(member.tensor).update(self._attributes_of(member))
+            if (held := live.get(member.live)) is not None:
                 content = {key: self._stand_in_of(member, key, value) for key, value in held.items()}
                 dict.__setitem__(self.state, member.tensor, _State(content, partial(self.new_state, member)))
 
@@ -456,6 +554,10 @@ class Run:
             return wrapped(self.tape, self.count(name, value, (holder, key)))
         places = (self.count(f"{name}.{i}", v, (lambda: holder()[key], i)) for i, v in enumerate(value))
         return type(value)(wrapped(self.tape, place) for place in places)
+
+    def _attributes_of(self, member: StandIn) -> dict[str, Any]:
+        """What the user has put on a parameter, such as a factor of its learning rate."""
+        return {} if self.own.is_torchs else vars(member.live)
 
     def _holder(self, member: StandIn) -> Callable[[], Any]:
         return lambda: self.optimizer.state[member.live]
@@ -488,7 +590,9 @@ class Run:
 
     def _write_back(self, groups: Sequence[dict], attributes: Mapping[str, Any]) -> None:
         for member in self.members.values():
-            now = self.state.get(member.tensor, {})
+            now = dict.get(self.state, member.tensor, {})
+            if dict.__contains__(self.state, member.tensor) and member.live not in self.state.live:
+                self.host.touched.append(self._holder(member))
             had = {key for owner, key in self._before if owner == id(member.tensor)}
             if gone := had - now.keys():
                 raise CaptureError(f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it")
@@ -499,6 +603,9 @@ class Run:
                     if self.early is None or (id(member.tensor), key) not in self._made:
                         raise
                     self.early.is_early = False  # made of one form, and of another at the end of the first step
+            self._check_attributes(member)
+        if self.optimizer.state is not self.state:
+            raise CaptureError(f"{self.own.name}.step replaces its state as a whole; write into state[parameter]")
         taken = [part for m in self.members.values() for t in (m.tensor, *m.state.values()) for part in parts_of(t)]
         values = gradients.unshared([value for _, value in self._assigned], taken)
         for (before, _), value in zip(self._assigned, values, strict=True):
@@ -511,6 +618,16 @@ class Run:
         for key, value in vars(self.optimizer).items():
             if key not in _OF_TORCH:
                 self._write_option(None, key, attributes.get(key), value)
+
+    def _check_attributes(self, member: StandIn) -> None:
+        """Raise if ``step`` has changed what is on a parameter."""
+        held, now = self._attributes_of(member), vars(member.tensor)
+        for key in held.keys() | {key for key in now.keys() - self._of_fakes if not key.startswith("_")}:
+            if now.get(key) is not held.get(key):
+                raise CaptureError(
+                    f"{self.own.name}.step sets {key} of a parameter in Python, which a captured step runs only while "
+                    "it is traced; keep it in the state of the parameter"
+                )
 
     def _write_state(self, member: StandIn, key: str, value: Any) -> None:
         holder, known = self._holder(member), self._before.get((id(member.tensor), key))
