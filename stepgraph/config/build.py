@@ -17,7 +17,7 @@ from stepgraph import parallel
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import repeated_blocks
 from stepgraph.config.device import is_out_of_memory, memory_bytes
-from stepgraph.config.hf_weights import load_hf
+from stepgraph.config.hf_weights import check_files, load_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.kernels.quant import quantize_linear
 from stepgraph.lower import StepSpec
@@ -100,6 +100,8 @@ def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.M
     rounds = bf16 and mesh is not None and lora is None
     dtype = torch.bfloat16 if bf16 and not rounds else torch.float32
     quantize = None if config.quantize is None else partial(_quantize, config.quantize, device, mesh is not None)
+    if weights or lora is not None:
+        check_files(config.model.folder)
     with torch.device(whole):
         model = CausalLM(config.model, dtype, weights, lora, quantize).to(whole)
     if lora is not None and config.precision == "bf16-autocast":

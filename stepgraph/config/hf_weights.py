@@ -29,6 +29,13 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _ROWS = 4096  # compared at a time
 
+#: Files of weights that are not read -> what to do.
+_OTHER_WEIGHTS = {
+    "model-*-of-*.safetensors": "its index is missing, download it again",
+    "pytorch_model*.bin": "let transformers write it: AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(F)",
+    "*.gguf": "GGUF has rounded weights for inference, give the checkpoint that it was made from",
+    "*.pth": "give the folder that has this model in Hugging Face's format",
+}
 _DTYPES = {"F64", "F32", "F16", "BF16"}  # safetensors' names; anything else is a quantized checkpoint
 
 
@@ -69,6 +76,17 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
                 for part, piece in here:
                     source, target = _overlap(part, piece)
                     part.tensor[target].copy_(file.get_slice(piece.name)[source])
+
+
+def check_files(folder: str | os.PathLike[str]) -> None:
+    """Raise ``ValueError``, one line, unless the weights in ``folder`` are whole, and none is of quantized values, which
+    transformers would read as numbers. Weights in ``pytorch_model.bin`` are left to transformers."""
+    folder = Path(folder)
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)) and any(folder.glob("pytorch_model*.bin")):
+        return
+    for name, header in _read_headers(folder).items():
+        if name.endswith("weight") and len(header.shape) > 1:
+            _check_dtype(name, header)
 
 
 def _parts(model: nn.Module) -> dict[str, Part]:
@@ -239,7 +257,9 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
     if (folder / SINGLE).exists():
         return _read_header(folder / SINGLE)
     if not (folder / INDEX).exists():
-        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
+        found = ((path.name, fix) for form, fix in _OTHER_WEIGHTS.items() for path in sorted(folder.glob(form)))
+        name, fix = next(found, ("no other weights", "give a folder with safetensors weights"))
+        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}, but {name}: {fix.format(folder=str(folder))}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{folder / INDEX} has no weight_map of tensor to file; download it again")
@@ -290,11 +310,15 @@ def _check_tensors(
                 f"{header.file}: {name} has shape {header.shape}, the model needs {tuple(shape)}; "
                 "give a checkpoint of this configuration"
             )
-        if header.dtype not in _DTYPES:
-            raise ValueError(
-                f"{header.file}: {name} is stored as {header.dtype}, only {', '.join(sorted(_DTYPES))} are read; "
-                "give an unquantized checkpoint"
-            )
+        _check_dtype(name, header)
+
+
+def _check_dtype(name: str, header: _Header) -> None:
+    if header.dtype not in _DTYPES:
+        raise ValueError(
+            f"{header.file}: {name} is stored as {header.dtype}, only {', '.join(sorted(_DTYPES))} are read; "
+            "give an unquantized checkpoint"
+        )
 
 
 def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: str) -> None:

@@ -37,6 +37,12 @@ def config_from_hf(folder: str | os.PathLike[str], own: bool = True) -> Any:
     """The configuration of the model in ``folder``, a Hugging Face checkpoint, by the family that its ``config.json``
     names; of another one, and of all if not ``own``, as transformers has it. Raises ``ValueError`` for a folder without
     a model."""
+    if (adapter := Path(folder) / "adapter_config.json").exists():
+        base = read_json(adapter).get("base_model_name_or_path")
+        raise ValueError(
+            f"{folder} holds an adapter ({adapter.name}) of {base}, and what is trained is a whole model: give that one, "
+            "or merge the adapter into it by merge_and_unload() of peft"
+        )
     path = Path(folder) / CONFIG
     found = read_json(path).get("model_type")
     formats = {kind: f.hugging_face for f in FAMILIES if f.hugging_face for kind in f.hugging_face.model_types}

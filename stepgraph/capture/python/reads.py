@@ -66,7 +66,7 @@ class Reads:
         self._is_noted, self._found = False, []
         self.random = HostRandom(model)
         self.read: list[torch.Tensor] = []  # tensors from outside the step whose values Python read
-        self._environment: set[str] = set()
+        self._environment: set[str | None] = set()  # None: all of it
         self._classes: dict[type, None] = {}
         self._list = lambda tensor: self._see_list(tensor)  # one for all traces of a step: it may be met itself
 
@@ -75,8 +75,10 @@ class Reads:
         """Note what is read inside. What it changes of what was met, but for the model's own, is set back."""
         self._is_noted = True
         environment = type(os.environ)
-        variable = environment.__getitem__
-        environment.__getitem__ = lambda environ, name: self._see_variable(variable, environ, name)
+        variable, names, size = environment.__getitem__, environment.__iter__, environment.__len__
+        environment.__getitem__ = lambda environ, name: self._see_variable(lambda e: variable(e, name), environ, name)
+        environment.__iter__ = lambda environ: self._see_variable(names, environ, None)
+        environment.__len__ = lambda environ: self._see_variable(size, environ, None)
         torch.Tensor.tolist = self._list  # it reads memory: no operator is called
         try:
             for cls in (nn.Module, *self._classes):
@@ -98,7 +100,7 @@ class Reads:
             yield
         finally:
             self._is_noted = False
-            environment.__getitem__ = variable
+            environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
             del torch.Tensor.tolist
             for cls, before in self._noting.items():
                 if before is None:
@@ -194,13 +196,13 @@ class Reads:
             own = type(value) is MethodType and value.__self__ is owner
             self._meet(f"{type(owner).__name__}.{name}", value.__func__ if own else value)
 
-    def _see_variable(self, read: Callable, environ: os._Environ, name: str | bytes) -> str | bytes:
+    def _see_variable(self, read: Callable, environ: os._Environ, name: str | bytes | None) -> Any:
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):  # os.getenv and the like
             frame = frame.f_back
         if is_of_program(frame.f_code.co_filename):
-            self._environment.add(os.fsdecode(name))  # those of os.environb are bytes
-        return read(environ, name)
+            self._environment.add(name and os.fsdecode(name))  # those of os.environb are bytes
+        return read(environ)
 
     def _see_list(self, tensor: torch.Tensor) -> list:
         if not compat.is_fake(tensor):

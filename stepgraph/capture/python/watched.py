@@ -327,12 +327,12 @@ class Watched:
         model: nn.Module,
         roots: Mapping[str, Any],
         names: Mapping[str, Iterable[str]],
-        environment: Iterable[str] = (),
+        environment: Iterable[str | None] = (),
         read: Iterable[torch.Tensor] = (),
         moving: Collection[str] = (),
     ):
         self.model, self.roots, self.names, self._moving = model, roots, names, moving
-        self._environment = {name: os.environ.get(name) for name in environment}
+        self._environment = {name: _of_environment(name) for name in environment}
         self._read = [(tensor, values.content(tensor)) for tensor in read]
         self._walk = walk = self._walked()
         self.unseen = walk.unseen
@@ -384,8 +384,10 @@ class Watched:
             name, path = next((name, path) for held, name, path in places if held.get(name) is not None)
             return f"{path + '.' if path else ''}{name} changed from None to a tensor"
         for name, before in self._environment.items():
-            if os.environ.get(name) != before:
-                return f"os.environ[{name!r}] changed from {before!r} to {os.environ.get(name)!r}"
+            if (now := _of_environment(name)) != before:
+                return (
+                    "os.environ changed" if name is None else f"os.environ[{name!r}] changed from {before!r} to {now!r}"
+                )
         for tensor, before in self._read:
             if values.content(tensor) != before:
                 return f"a tensor of shape {list(tensor.shape)} changed whose value Python reads"
@@ -420,6 +422,11 @@ class Watched:
                     return f"a gradient hook of parameter {name} was added"
             self._handles = RemovableHandle.next_id  # hooks of something else
         return None
+
+
+def _of_environment(name: str | None) -> Any:
+    """The variable of that name; of None all of them."""
+    return dict(os.environ) if name is None else os.environ.get(name)
 
 
 def _columns(rows: list[tuple]) -> tuple[list, list, list]:

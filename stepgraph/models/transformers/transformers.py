@@ -96,13 +96,20 @@ class CausalLM(nn.Module):
         self.config, self.lora = config, lora is not None
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
         if weights or self.lora:
-            options |= {"output_loading_info": True, "local_files_only": True}
-            with torch.device("cpu") if quantize else contextlib.nullcontext():
+            options |= {"output_loading_info": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+            with torch.device("cpu") if quantize else contextlib.nullcontext(), _explained(config.folder):
                 self.inner, info = AutoModelForCausalLM.from_pretrained(config.folder, **options)
+            for name, there, here in sorted(info["mismatched_keys"]):
+                raise ValueError(
+                    f"{config.folder}: {name} has shape {tuple(there)}, and config.json asks for {tuple(here)}: give a "
+                    "checkpoint of this configuration"
+                )
             if missing := sorted(info["missing_keys"]):
                 raise ValueError(f"{config.folder} lacks {', '.join(missing[:3])}: give a complete checkpoint")
         else:
-            self.inner = AutoModelForCausalLM.from_config(_config(config.folder), **options)
+            found = _config(config.folder)
+            with _explained(config.folder):
+                self.inner = AutoModelForCausalLM.from_config(found, **options)
         self.quantized = [] if quantize is None else quantize(self.inner)
         if lora is not None:
             import peft
@@ -232,7 +239,23 @@ def _config(folder: str) -> Any:
         raise ValueError(f"{folder}: transformers has no causal language model of type {kind!r}; give one that it has")
     if quantized:
         raise ValueError(f"{folder} is quantized ({quantized}): give the checkpoint in bf16 or fp32")
-    return AutoConfig.from_pretrained(folder, local_files_only=True)
+    with _explained(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _explained(folder: str) -> Iterator[None]:
+    """Raise what transformers raises for the model in ``folder`` as ``ValueError``, one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{folder}: transformers cannot build its model ({type(error).__name__}: {said[:200]}): correct its "
+            "config.json, or download it again"
+        ) from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -240,8 +263,9 @@ def _counts(folder: str) -> tuple[int, int, int]:
     """Parameters of the model: all, those of an embedding that is only looked up, those of experts."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(_config(folder))
+    config = _config(folder)
+    with torch.device("meta"), _explained(folder):
+        model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
@@ -265,7 +289,10 @@ def crosses_documents(model: nn.Module, run: Callable[[], torch.Tensor], first: 
     hook = model.get_input_embeddings().register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(run()[0, first:].float().square().sum(), embedded[:1])
+            result = run()[0, first:].float()
+            if result.isnan().any():
+                raise ValueError(f"{type(model).__name__} gives NaN: look at its weights")
+            (gradient,) = torch.autograd.grad(result.square().sum(), embedded[:1])
     finally:
         hook.remove()
         for module in training:

@@ -833,6 +833,11 @@ def module_imported_in_forward():
     return reading(read), lambda: setattr(module.settings, "scale", 2.0)
 
 
+def whole_environment():
+    os.environ.pop("A_SCALE_OF_A_TEST", None)
+    return reading(lambda m: float(dict(os.environ).get("A_SCALE_OF_A_TEST", 1))), environment()[1]
+
+
 def environment():
     os.environ["A_SCALE_OF_A_TEST"] = "1"
     return reading(lambda m: os.getenv("A_SCALE_OF_A_TEST")), lambda: os.environ.update(A_SCALE_OF_A_TEST="2")
@@ -973,6 +978,7 @@ UNSEEN = [
     forward_of_a_class,
     module_imported_in_forward,
     environment,
+    whole_environment,
     event,
     state_of_a_hook,
     state_of_a_hook_of_every_module,
