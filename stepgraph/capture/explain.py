@@ -23,7 +23,7 @@ _FIXES = (
     (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
     (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) instead of hessian(f)"),
     (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask the padding"),
-    (r"selective activation", "no buffer may be written there, as BatchNorm does: leave out the context_fn"),
+    (r"selective activation", "eager refuses that too: let its policy recompute what is written in place"),
     (r"_unique|nonzero|masked_select", "use torch.where or masks"),
 )
 _ANY_FIX = (

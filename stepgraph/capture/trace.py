@@ -372,6 +372,8 @@ class StepTrace:
             tensors.append(wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad))
             held = vars(tensors[-1])
             held.update((name, value) for name, value in vars(slot.tensor).items() if name not in held)
+            if slot.is_parameter:
+                held["_is_param"] = True  # isinstance(tensor, nn.Parameter)
         return tensors
 
     def _forward_backward(

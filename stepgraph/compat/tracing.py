@@ -262,6 +262,8 @@ def intercept_checkpoint(
         name: implementation if TORCH >= (2, 14) else generator,
         "CheckpointFunction": Function,
         "_checkpoint_hook": recording,
+        # For compilers selective checkpointing keeps all results, and finds written ones among them; eager does not.
+        "_is_compiling": lambda *_: False,
     }
     with replaced(torch_checkpoint, **hooks):
         yield

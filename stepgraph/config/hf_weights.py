@@ -32,7 +32,7 @@ _ROWS = 4096  # compared at a time
 #: Files of weights that are not read -> what to do.
 _OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": "its index is missing, download it again",
-    "pytorch_model*.bin": "let transformers write it: AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(F)",
+    "pytorch_model*.bin": "write it again by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(NEW)",
     "*.gguf": "GGUF has rounded weights for inference, give the checkpoint that it was made from",
     "*.pth": "give the folder that has this model in Hugging Face's format",
 }
@@ -79,8 +79,8 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def check_files(folder: str | os.PathLike[str]) -> None:
-    """Raise ``ValueError``, one line, unless the weights in ``folder`` are whole, and none is of quantized values, which
-    transformers would read as numbers. Weights in ``pytorch_model.bin`` are left to transformers."""
+    """Raise ``ValueError``, one line, unless the weights in ``folder`` are whole and none is quantized: transformers
+    would read these as numbers. ``pytorch_model.bin`` is left to transformers."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in (SINGLE, INDEX)) and any(folder.glob("pytorch_model*.bin")):
         return

@@ -40,7 +40,7 @@ def config_from_hf(folder: str | os.PathLike[str], own: bool = True) -> Any:
     if (adapter := Path(folder) / "adapter_config.json").exists():
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(
-            f"{folder} holds an adapter ({adapter.name}) of {base}, and what is trained is a whole model: give that one, "
+            f"{folder} holds an adapter ({adapter.name}) of {base}, not a whole model: give that one, "
             "or merge the adapter into it by merge_and_unload() of peft"
         )
     path = Path(folder) / CONFIG

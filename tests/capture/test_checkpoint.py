@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import stepgraph
 from stepgraph.errors import CaptureError
@@ -199,6 +204,37 @@ def test_state_that_the_function_writes(check_training, function, use_reentrant)
             stepgraph.capture(Layers(function, use_reentrant), mse, pairs()[0], passes="exact")
         return
     check_training(Layers(function, use_reentrant), mse, pairs(), adamw, max_grad_norm=0.5, passes="exact")
+
+
+SAVED = {"products": ("addmm", "mm"), "norms": ("native_batch_norm",), "sines": ("sin", "tanh"), "nothing": ()}
+
+
+def selective(names):
+    """The ``context_fn`` of a policy that saves results of the operators ``names``."""
+
+    def policy(context, operator, *args, **kwargs):
+        name = operator.overloadpacket.__name__
+        return CheckpointPolicy.MUST_SAVE if name in names else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+@pytest.mark.parametrize("names", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("function", [counts, averages, drops_and_averages, normalizes])
+def test_state_under_selective_checkpointing(check_training, function, names):
+    """A saved operator writes once, and others twice."""
+    model = Layers(function, False)
+    model.run = functools.partial(model.run, context_fn=selective(names))
+    check_training(model, mse, pairs(), adamw, max_grad_norm=0.5, passes="exact")
+
+
+def test_a_policy_that_saves_what_is_written_is_refused_as_in_eager():
+    model = Layers(counts, False)
+    model.run = functools.partial(model.run, context_fn=selective(("add_",)))
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        mse(model, pairs()[0]).backward()
+    with pytest.raises(CaptureError, match="let its policy recompute"):
+        stepgraph.capture(model, mse, pairs()[0], passes="exact")
 
 
 def test_state_with_accumulation(check_training):

@@ -129,16 +129,61 @@ def test_what_such_a_model_does_not_have_is_refused(folder, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_a_checkpoint_without_a_weight_is_refused(folder, capsys):
+def changed_weights(folder, change):
     from safetensors.torch import load_file, save_file
 
-    broken = folder / "broken"
-    shutil.copytree(folder / "qwen3", broken)
-    weights = load_file(broken / "model.safetensors")
-    weights.pop("model.norm.weight")
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    assert train(folder, "--init-from-hf", broken, "--out", folder / "run-broken") == 2
-    assert "lacks model.norm.weight" in capsys.readouterr().err
+    file = folder / "model.safetensors"
+    save_file({k: v.contiguous() for k, v in change(load_file(file)).items()}, file, metadata={"format": "pt"})
+
+
+def configure(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def renamed(name):
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def adapter(folder):
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "a/b"}')
+
+
+DAMAGED = {
+    "truncated": (cut, "model.safetensors is corrupt or truncated"),
+    "shard": (renamed("model-00001-of-00002.safetensors"), "its index is missing, download it again"),
+    "gguf": (renamed("model.gguf"), "GGUF has rounded weights for inference"),
+    "adapter": (adapter, "holds an adapter (adapter_config.json) of a/b"),
+    "shape": (lambda f: configure(f, intermediate_size=56), "has shape (32, 48), and config.json asks for (32, 56)"),
+    "type": (lambda f: configure(f, hidden_size="32"), "transformers cannot build its model"),
+    "activation": (lambda f: configure(f, hidden_act="none such"), "transformers cannot build its model"),
+    "int8": (
+        lambda f: changed_weights(f, lambda w: {k: v.to(torch.int8) if "q_proj" in k else v for k, v in w.items()}),
+        "is stored as I8, only BF16, F16, F32, F64 are read",
+    ),
+    "missing": (
+        lambda f: changed_weights(f, lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}),
+        "lacks model.norm.weight",
+    ),
+    "nan": (
+        lambda f: changed_weights(f, lambda w: w | {"model.norm.weight": torch.full((32,), float("nan"))}),
+        "Qwen3ForCausalLM gives NaN: look at its weights",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_folder_is_one_line(folder, tmp_path, damage, said, capsys):
+    damaged = shutil.copytree(folder / "qwen3", tmp_path / "damaged")
+    damage(damaged)
+    assert train(folder, "--init-from-hf", damaged, "--out", tmp_path / "run") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert said in line
 
 
 LORA = "r=4,alpha=8,targets=all-linear"

@@ -63,7 +63,7 @@ class _Walk:
         self._named: set[str] = set()  # attributes that code names
         self._of_class: dict[type, set[str]] = {}
         self._open: dict[int, Any] = {}
-        self._attributed: list[tuple[str, torch.Tensor]] = []  # tensors with attributes of the user's
+        self._attributed: list[tuple[str, dict[str, Any]]] = []  # what users have put on tensors
         self._pending: deque[tuple[str, Any]] = deque()
         own = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())}
         for path, module in model.named_modules():
@@ -93,8 +93,7 @@ class _Walk:
             seen = now
             for value in list(self._open.values()):
                 self._parts("", parts.parts_of_namespace(value, self._named))
-            for path, tensor in self._attributed:
-                held = values.held_by(tensor)
+            for path, held in self._attributed:
                 named = [name for name in held if name in self._named]
                 self._parts(path, (Part(f".{name}", held[name], "item", held, name) for name in named))
             for cls, names in list(self._of_class.items()):
@@ -229,8 +228,11 @@ class _Walk:
 
     def _note_attributes(self, path: str, tensor: torch.Tensor) -> None:
         """Watch attributes of a tensor that code names."""
-        if values.held_by(tensor):
-            self._attributed.append((path, tensor))
+        self._attributed.append((path, vars(tensor)))
+
+    def on_tensors(self) -> list[dict[str, Any]]:
+        """The attributes of each tensor, which users may add to."""
+        return [held for _, held in self._attributed]
 
     def _buffer(self, path: str, value: Any) -> None:
         objects = values.holds_objects(value)
@@ -363,6 +365,8 @@ class Watched:
         self._buffers = walk.buffers
         self._tensors = walk.tensors
         self._forms = list(map(_form, self._tensors))
+        self._on_tensors = walk.on_tensors()
+        self._sizes = list(map(len, self._on_tensors))
 
     def change(self) -> str | None:
         """What has changed since, in words; None if nothing has."""
@@ -406,6 +410,7 @@ class Watched:
             and all(_holds(container, before) for container, before in self._containers)
             and all(values.content(buffer) == before for buffer, before in self._buffers)
             and list(map(_form, self._tensors)) == self._forms
+            and list(map(len, self._on_tensors)) == self._sizes
         )
 
     def _changed_hooks(self) -> str | None:

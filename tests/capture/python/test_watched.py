@@ -882,6 +882,14 @@ def attribute_of_a_parameter():
     return model, lambda: setattr(model.linear.weight, "scale", 2.0)
 
 
+def new_attribute_of_a_parameter():
+    """``isinstance`` and ``get_parameter`` see a parameter in a trace too."""
+    model = reading(
+        lambda m: getattr(m.get_parameter("linear.weight"), "scale", 1.0) + isinstance(m.linear.weight, nn.Parameter)
+    )
+    return model, lambda: setattr(model.linear.weight, "scale", 2.0)
+
+
 def attribute_of_a_tensor():
     held = torch.ones(2)
     held.scale = 1.0
@@ -987,15 +995,17 @@ UNSEEN = [
     submodule_of_a_leaf,
     attribute_of_a_parameter,
     attribute_of_a_tensor,
+    new_attribute_of_a_parameter,
     value_of_a_tensor,
     values_of_a_tensor,
     default_dtype,
     mode_of_a_new_module,
 ]
 #: What people do most; the others are for the long tests.
-USUAL = [context_variable, state_of_a_hook, parameter_added, value_of_a_tensor, forward_of_a_class, environment]
+USUAL = [context_variable, state_of_a_hook, parameter_added, value_of_a_tensor, forward_of_a_class, whole_environment]
 USUAL += [
     buffer_that_was_none,
+    new_attribute_of_a_parameter,
     attribute_through_the_dict,
     missing_of_a_namespace,
     object_made_in_the_trace,
