@@ -100,3 +100,26 @@ def test_what_the_update_would_leave_out_is_refused(change, message):
         step(BATCH)
     assert "\n" not in str(caught.value)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), twin.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.3}])
+def test_momentum_of_before_a_cast_keeps_its_dtype(dtype, options):
+    ends = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        twin = model()
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, **options)
+        step = stepgraph.capture(twin, loss_fn, BATCH, optimizer, passes="exact") if captured else None
+        for i in range(4):
+            if i == 2:
+                twin.to(dtype)
+            batch = BATCH.to(twin[0].weight.dtype)
+            if step:
+                step(batch)
+            else:
+                loss_fn(twin, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append([*twin.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())])
+    assert all(map(torch.equal, *ends))

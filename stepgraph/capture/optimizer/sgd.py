@@ -81,6 +81,7 @@ def _trace_one(group: dict[str, Any], member: Member, lr: torch.Tensor, skip: Sk
         buffer = torch.add(buffer, grad, alpha=1 - group["dampening"])
         if group["dampening"] != 0:
             buffer = torch.where(_unfilled(state["momentum_buffer"]), grad, buffer)
+        buffer = buffer.to(state["momentum_buffer"].dtype)  # which a cast of the model leaves
         skip.write(state["momentum_buffer"], buffer)
         grad = torch.add(grad, buffer, alpha=momentum) if group["nesterov"] else buffer
     skip.write(param, add_scaled(param, grad, -lr))
