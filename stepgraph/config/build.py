@@ -168,7 +168,7 @@ def build_loss(
     with its metrics; under autocast if the precision says so."""
     plain = next_token_loss if mesh is None else parallel.next_token_loss(mesh)
     if config.loss == "dpo":
-        plain = _preferences(config, build_reference(config, device))
+        plain = _preferences(config, build_reference(config, device, mesh), mesh)
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with _autocast(config, device):
@@ -182,27 +182,30 @@ def _autocast(config: TrainConfig, device: torch.device) -> contextlib.AbstractC
     return torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
 
 
-def build_reference(config: TrainConfig, device: torch.device) -> nn.Module | None:
-    """The frozen model of DPO, or None where it is the trained one without its adapter."""
+def build_reference(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None = None) -> nn.Module | None:
+    """The frozen model of DPO, over the mesh if given, or None where it is the trained one without its adapter."""
     if config.lora is not None and config.reference is None:
         return None
     folder = config.reference or config.init_from_hf
     own = not isinstance(config.model, CausalLMConfig)
     plain = {"model": config_from_hf(folder, own=own), "init_from_hf": folder, "lora": None, "quantize": None}
-    model = build_model(dataclasses.replace(config, **plain), device).requires_grad_(False).eval()
+    model = build_model(dataclasses.replace(config, **plain), device, mesh).requires_grad_(False).eval()
     if isinstance(model, CausalLM) and config.precision == "bf16-autocast":
         model.round_frozen(torch.bfloat16)
     return model
 
 
-def _preferences(config: TrainConfig, reference: nn.Module | None) -> Callable[[nn.Module, Any], torch.Tensor]:
+def _preferences(
+    config: TrainConfig, reference: nn.Module | None, mesh: parallel.Mesh | None
+) -> Callable[[nn.Module, Any], torch.Tensor]:
     """DPO's loss; without a ``reference``, the model is one while its adapter is off."""
+    over_ranks = {} if mesh is None else {"over_ranks": partial(parallel.mean_over_mesh, mesh=mesh)}
 
     def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad(), contextlib.nullcontext() if reference is not None else model.without_adapter():
             base = answer_log_probs(model if reference is None else reference, batch)
         answers = answer_log_probs(model, batch)
-        loss, metrics = preference_loss(answers, base, batch, config.beta, config.label_smoothing)
+        loss, metrics = preference_loss(answers, base, batch, config.beta, config.label_smoothing, **over_ranks)
         for name, value in metrics.items():
             stepgraph.metric(name, value)
         return loss

@@ -158,8 +158,10 @@ class TrainConfig(
             if self.reference is not None:
                 raise ValueError(f"reference={self.reference} is for --loss dpo: add it, or drop the reference")
             return
-        if self.mesh is not None:
-            raise ValueError(f"loss=dpo trains in one process and mesh={self.mesh} asks for ranks: drop the mesh")
+        if (spec := self.mesh_spec) is not None and any(getattr(spec, axis) > 1 for axis in ("tp", "pp", "cp", "ep")):
+            raise ValueError(
+                f"loss=dpo trains over ddp, fsdp and hsdp and mesh={self.mesh} asks for more: drop the rest"
+            )
         if self.document_mask == "off":
             raise ValueError("loss=dpo packs both answers into a row, apart, and document_mask=off lets them see each "
                              "other: drop it")  # fmt: skip

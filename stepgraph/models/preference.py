@@ -9,7 +9,7 @@ Source: Rafailov et al., "Direct Preference Optimization", 2023, equation 7; lab
 with noisy preferences", 2023.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -39,23 +39,26 @@ def answer_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def preference_loss(
-    answers: torch.Tensor, reference: torch.Tensor, batch: Batch, beta: float, label_smoothing: float
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    answers: torch.Tensor, reference: torch.Tensor, batch: Batch, beta: float, label_smoothing: float,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """The loss of the pairs of ``batch``, and the means of rewards, of margins and of whether the chosen answer has the
     larger reward, by TRL's names: scalars in fp32.
 
     ``answers``, ``reference``: `answer_log_probs` of both models. Sums over pairs are divided by
     ``batch["pairs_per_row"]``, a scalar in fp32, times B: where that is the mean of a whole step, the mean of its
-    microbatches' losses is that over all of its pairs.
+    microbatches' losses is that over all of its pairs. ``over_ranks``: the mean of a tensor over ranks with batches of
+    their own, and with it the loss and the metrics are those of all their pairs.
     """
     rewards = beta * (answers - reference)
     chosen, rejected = rewards[:, 0::2], rewards[:, 1::2]
     margins = chosen - rejected
     losses = -(1 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
-    there, count = _answers(batch).any(-1)[:, 1::2], batch["pairs_per_row"] * len(answers)
+    there, count = _answers(batch).any(-1)[:, 1::2], over_ranks(batch["pairs_per_row"] * len(answers))
     values = {"chosen": chosen, "rejected": rejected, "accuracies": (margins > 0).float(), "margins": margins}
-    means = {f"rewards/{name}": _mean(value.detach(), there, count) for name, value in values.items()}
-    return _mean(losses, there, count), means
+    means = over_ranks(torch.stack([_mean(value.detach(), there, count) for value in values.values()]))
+    named = {f"rewards/{name}": mean for name, mean in zip(values, means.unbind(), strict=True)}
+    return over_ranks(_mean(losses, there, count)), named
 
 
 def _answers(batch: Batch) -> torch.Tensor:
