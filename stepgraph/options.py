@@ -196,6 +196,9 @@ class StepOptions:
     peak=70GiB or peak=90% (of the GPU): recompute and offload as little as that peak takes; layers.*.mlp=recompute,
     =offload or =keep, alone or after a comma: for modules."""
 
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in page-locked host memory, and update parameters in parts of about a GiB of state."""
+
     inductor: Literal["full", "regional", "off"] = "full"
     """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
 

@@ -23,16 +23,22 @@ class Inputs:
         self.specs: list[InputSpec] = []
         self.fakes: list[torch.Tensor] = []
 
-    def add(self, what: Callable[[int | None], Input], tensor: torch.Tensor) -> tuple[slice, Wrapping | None]:
+    def add(
+        self, what: Callable[[int | None], Input], tensor: torch.Tensor, device: torch.device | None = None
+    ) -> tuple[slice, Wrapping | None]:
         """Add the local tensors inside ``tensor``: (where they are, how to wrap them again). ``what``: what each is, by
-        its number, or by None where there is one."""
+        its number, or by None where there is one. ``device``: that they are traced on; None: theirs."""
         inner, wrapping = unwrap(tensor.detach())
         start = len(self.specs)
         for i, t in enumerate(inner):
             found = what(None if len(inner) == 1 else i)
             self.specs.append(InputSpec(found, None if isinstance(found, BatchLeaf) else t))
-            self.fakes.append(fake(self.mode, t, self.home))
+            self.fakes.append(fake(self.mode, t, self.home) if device in (None, t.device) else self._like(t, device))
         return slice(start, len(self.specs)), wrapping
+
+    def _like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
         """Add parameters and buffers."""
@@ -42,10 +48,8 @@ class Inputs:
         """Add what the inputs at ``where``, tensors of the model, were before the step."""
         start = len(self.specs)
         for spec, now in zip(self.specs[where], self.fakes[where], strict=True):
-            with self.mode:
-                like = torch.empty_strided(now.shape, now.stride(), dtype=now.dtype, device=now.device)
             self.specs.append(InputSpec(Before(spec.what)))
-            self.fakes.append(like)
+            self.fakes.append(self._like(now, now.device))
         return slice(start, len(self.specs))
 
     def add_ratio(self, condition: str) -> int:
@@ -94,7 +98,10 @@ def add_optimizer(
         group = groups[group_index]
         state = update.init_state(param, group_index)
         i = index_of[id(param)]
-        where = {key: inputs.add(partial(OptimizerState, slots[i].name, key), state[key])[0] for key in state}
+        where = {}
+        for key, value in state.items():
+            device = inputs.fakes[entries[i][0]][0].device if update.stays_on_host(param, value) else None
+            where[key], _ = inputs.add(partial(OptimizerState, slots[i].name, key), value, device)
         # A step count on the host: parameters may differ in it.
         fused = group["options"].get("fused") or not update.has_lr_input(group_index)
         count = 0.0 if fused or "step" not in state else float(state["step"])

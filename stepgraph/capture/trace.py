@@ -108,6 +108,7 @@ def trace_step(
     ones: Sequence[int] = (),
     replays: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
+    host_state: bool = False,
 ) -> Traced:
     """Capture one training step of ``model``.
 
@@ -120,7 +121,8 @@ def trace_step(
     rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph of the update
     that of the parameters that are here, with the others on the meta device. ``replays``: whether what ``loss_fn``
     reads of values may be answered after the step, see `stepgraph.capture.python.replay`. ``shapes``: of whole
-    parameters whose shards may be padded, by name.
+    parameters whose shards may be padded, by name. ``host_state``: whether the optimizer's state is to be in host
+    memory; it is traced as on its parameter's device, and the pass ``offload_optimizer`` must follow.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -131,7 +133,7 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
-    given = (*given, shapes)
+    given = (*given, shapes, host_state)
     failed: ReplayError | None = None
     for fill in FILLS if replays else ():
         try:
@@ -156,9 +158,9 @@ def _traced(*given: Any) -> Traced:
                 break
             except (RunAgain, Again, DrawsFound) as found:
                 if isinstance(found, RunAgain):
-                    given = (*given[:12], found.calls, given[13])
+                    given = (*given[:13], found.calls, given[14])
                 elif isinstance(found, DrawsFound):
-                    given = (*given[:13], found.hosted)
+                    given = (*given[:14], found.hosted)
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         moving = trace.replay.prove(model) if trace.replay else []
@@ -199,6 +201,7 @@ class StepTrace:
         exact: bool = False,
         ones: Sequence[int] = (),
         shapes: Mapping[str, Sequence[int]] | None = None,
+        host_state: bool = False,
         fill: float | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
@@ -218,7 +221,7 @@ class StepTrace:
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
         sizes = {id(slot.tensor): shapes[slot.name] for slot in self.slots if slot.name in (shapes or {})}
-        self.update = Update(optimizer, sizes) if optimizer is not None else None
+        self.update = Update(optimizer, sizes, host_state) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         checks.check_layouts(self.slots)
         self.stateless = self.update.without_state() if self.update else []

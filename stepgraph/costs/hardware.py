@@ -1,7 +1,10 @@
 """GPUs: the published figures of each, the share of them that kernels reach, and the GPU that passes assume."""
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -40,6 +43,20 @@ HOST_MEMORY = 2e12 / GPUS_PER_NODE
 def host_copy_seconds(nbytes: int) -> float:
     """Seconds to copy ``nbytes`` between a GPU and page-locked memory of its host."""
     return HOST_COPY_S + nbytes / HOST_LINK
+
+
+def free_host_memory() -> float | None:
+    """Bytes that are free on this machine, or in its control group, for each rank on it; None where unknown."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such group
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text())
+        free = min(free, int((group / "memory.max").read_text()) - used)
+    return max(free, 0) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True)

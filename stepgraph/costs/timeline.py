@@ -21,7 +21,14 @@ from stepgraph.costs.roofline import Roofline, node_seconds
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.host_copies import OFFLOAD_BEGIN, OFFLOAD_END, RELOAD_BEGIN, RELOAD_END
+from stepgraph.graph.host_copies import (
+    OFFLOAD_BEGIN,
+    OFFLOAD_END,
+    RELOAD_BEGIN,
+    RELOAD_END,
+    STORE_BEGIN,
+    STORE_END,
+)
 from stepgraph.graph.provenance import phase_of, provenance, region_of
 
 
@@ -118,16 +125,14 @@ def simulate(
             end = free_at[group] = collective.started_s + took
             running[node] = collective, end
             collectives.append(collective)
-        elif node.target in (OFFLOAD_BEGIN, RELOAD_BEGIN):
-            back, size = (
-                node.target is RELOAD_BEGIN,
-                tensor_bytes(node if node.target is RELOAD_BEGIN else node.args[0]),
-            )
+        elif node.target in (OFFLOAD_BEGIN, RELOAD_BEGIN, STORE_BEGIN):
+            back = node.target is RELOAD_BEGIN
+            size = tensor_bytes(node if back else node.args[0])
             found, stream = provenance(node), f"host {back}"
             copy = HostCopy(node.name, found.path if found else "", back, size, host_copy_seconds(size))
             free_at[stream] = max(now, free_at.get(stream, 0.0)) + copy.seconds
             copies[node] = copy, free_at[stream]
-        elif node.target in (OFFLOAD_END, RELOAD_END) and node.args[0] in copies:
+        elif node.target in (OFFLOAD_END, RELOAD_END, STORE_END) and node.args[0] in copies:
             copy, end = copies[node.args[0]]
             copy.exposed_seconds = max(0.0, end - now)
             now = max(now, end)

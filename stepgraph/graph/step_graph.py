@@ -97,12 +97,11 @@ class StepGraph:
     def block_of(self, node: fx.Node) -> str | None:
         """The repeated block that ``node`` belongs to, by its module path."""
         found = provenance(node)
-        if found is None:
-            return None
-        for block in self.blocks:
-            if found.path == block or found.path.startswith(block + "."):
-                return block
-        return None
+        return None if found is None else self.block_at(found.path)
+
+    def block_at(self, path: str) -> str | None:
+        """The repeated block that the module ``path`` is, or lies in."""
+        return next((block for block in self.blocks if path == block or path.startswith(block + ".")), None)
 
     def text(self) -> str:
         """The graph as readable text: one line per node with shape, dtype, phase, module path, source line, role and

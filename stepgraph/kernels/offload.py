@@ -5,10 +5,17 @@
     y = reload_begin(host, device)     memory for it, and the copy back begins
     x = reload_end(y)                  computation waits for it
 
+State that stays on the host is reloaded likewise, and written back:
+
+    token = store_begin(host, x)       the copy of x into host begins
+    store_end(token, x)                from here on the memory of x may be used again
+
 There is one stream for each direction, since a GPU has a copy engine for each. Host memory is allocated once, before a
 CUDA graph records its address, and used again by later steps. On a CPU the same operators copy at once.
 """
 
+import mmap
+import sys
 from collections import defaultdict
 from typing import Any
 
@@ -23,8 +30,34 @@ for _schema in (
     "offload_end(Tensor token, Tensor x) -> Tensor",
     "reload_begin(Tensor host, Device device) -> Tensor",
     "reload_end(Tensor(a) y) -> Tensor(a)",
+    "store_begin(Tensor(a!) host, Tensor x) -> Tensor",
+    "store_end(Tensor token, Tensor x) -> ()",
 ):
     torch.library.define(f"stepgraph::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
+
+
+class _Locked(mmap.mmap):
+    """Memory that a GPU copies from and to directly, until nothing holds it."""
+
+    address: int | None = None
+
+    def lock(self, address: int) -> None:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)))
+        self.address = address
+
+    def __del__(self) -> None:
+        if self.address is not None and not sys.is_finalizing():
+            torch.cuda.synchronize()  # copies under way
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def page_locked(nbytes: int) -> Tensor:
+    """Zeros (nbytes,), uint8, in page-locked host memory of that size: torch's own rounds it up to a power of two."""
+    memory = _Locked(-1, max(nbytes, 1))
+    memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    memory.lock(tensor.data_ptr())
+    return tensor
 
 
 class HostMemory:
@@ -46,12 +79,16 @@ class HostMemory:
         """Begin to copy ``x``, dense in memory; a token for `host_of`."""
         nbytes = _flat(x).numel() * x.element_size()
         if not self._free[nbytes]:
-            pinned = self.device.type == "cuda"
-            self._free[nbytes].append(torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned))
+            on_gpu = self.device.type == "cuda"
+            self._free[nbytes].append(page_locked(nbytes) if on_gpu else torch.empty(nbytes, dtype=torch.uint8))
             self.nbytes += nbytes
         buffer = self._free[nbytes].pop()
         host = buffer.view(x.dtype).as_strided(x.shape, x.stride())
         self._taken[host.data_ptr()] = buffer
+        return self.store(host, x)
+
+    def store(self, host: Tensor, x: Tensor) -> Tensor:
+        """Begin to copy ``x`` into ``host``, of the same form; a token for `host_of`."""
         token = x.new_empty(1)
         self._under_way[token.data_ptr()] = self._copy(0, host, x), host
         return token
@@ -72,7 +109,9 @@ class HostMemory:
         """Wait for the copy to ``y``, a result of `back`."""
         event, host = self._under_way.pop(y.data_ptr())
         self._wait(event)
-        self._give_back(host)
+        buffer = self._taken.pop(host.data_ptr(), None)
+        if buffer is not None:  # else state, which stays where it is
+            self._free[buffer.numel()].append(buffer)
 
     def join(self) -> None:
         """Let the current stream wait for all copies under way: a CUDA graph may not end before what it began."""
@@ -82,16 +121,12 @@ class HostMemory:
 
     def forget(self) -> None:
         """Drop what is under way, after a step that was broken off: its buffers are free."""
-        if self._taken and self.streams:
+        if (self._taken or self._under_way) and self.streams:
             torch.cuda.synchronize(self.device)
         self._under_way.clear()
         for buffer in self._taken.values():
             self._free[buffer.numel()].append(buffer)
         self._taken.clear()
-
-    def _give_back(self, host: Tensor) -> None:
-        buffer = self._taken.pop(host.data_ptr())
-        self._free[buffer.numel()].append(buffer)
 
     def _copy(self, direction: int, to: Tensor, source: Tensor) -> Any:
         """Copy all elements as they lie in memory; the event after it, None on a CPU."""
@@ -148,11 +183,21 @@ def _reload_end(y: Tensor) -> Tensor:
     return y
 
 
+def _store_begin(host: Tensor, x: Tensor) -> Tensor:
+    return host_memory(x.device).store(host, x)
+
+
+def _store_end(token: Tensor, x: Tensor) -> None:
+    host_memory(x.device).host_of(token)
+
+
 for _name, _function in (
     ("offload_begin", _offload_begin),
     ("offload_end", _offload_end),
     ("reload_begin", _reload_begin),
     ("reload_end", _reload_end),
+    ("store_begin", _store_begin),
+    ("store_end", _store_end),
 ):
     torch.library.impl(f"stepgraph::{_name}", ("cpu", "cuda"), _function)
 
@@ -175,3 +220,13 @@ def _(host: Tensor, device: torch.device) -> Tensor:
 @torch.library.register_fake("stepgraph::reload_end")
 def _(y: Tensor) -> Tensor:
     return torch.ops.aten.alias.default(y)
+
+
+@torch.library.register_fake("stepgraph::store_begin")
+def _(host: Tensor, x: Tensor) -> Tensor:
+    return x.new_empty(1)
+
+
+@torch.library.register_fake("stepgraph::store_end")
+def _(token: Tensor, x: Tensor) -> None:
+    return None

@@ -48,6 +48,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
         ones=spec.ones,
         replays=spec.replays,
         shapes=spec.placement and {name: layout.shape for name, layout in spec.placement.layouts.items()},
+        host_state=spec.offloads_optimizer,
     )
 
 

@@ -44,7 +44,8 @@ import stepgraph.passes.moe.unread
 import stepgraph.passes.moe.weighting
 import stepgraph.passes.norm.fuse
 import stepgraph.passes.optimizer.expand
-import stepgraph.passes.optimizer.inplace  # noqa: F401  (passes register themselves)
+import stepgraph.passes.optimizer.inplace
+import stepgraph.passes.optimizer.offload  # noqa: F401  (passes register themselves)
 from stepgraph.options import StepOptions, choices
 from stepgraph.passes.contract import PASSES, Pass
 from stepgraph.passes.options import check_step
@@ -76,6 +77,7 @@ ORDER = (
     "tile_sequence",  # numerics: what treats tokens one by one, in tiles of the sequence
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
+    "offload_optimizer",  # the optimizer's state on the host, updates in parts
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_casts",  # numerics: casts to fp8 in the kernel before
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits

@@ -1,14 +1,11 @@
 """The hardware that a step will run on: facts that passes may use, of this machine or of a forecast one."""
 
-import contextlib
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from stepgraph.costs.hardware import GPUS_PER_NODE, HOST_MEMORY, Gpu
+from stepgraph.costs.hardware import GPUS_PER_NODE, HOST_MEMORY, Gpu, free_host_memory
 from stepgraph.graph.step_graph import StepGraph
 
 
@@ -40,23 +37,9 @@ class Target:
         memory = torch.cuda.get_device_properties(device).total_memory if known else None
         capability = torch.cuda.get_device_capability(device) if known else None
         kind = "cuda" if device.type == "cuda" else "cpu"
-        return cls(kind, memory, 0, dist.is_initialized(), capability=capability, host_memory=_free_host_memory())
+        return cls(kind, memory, 0, dist.is_initialized(), capability=capability, host_memory=free_host_memory())
 
     @classmethod
     def forecast(cls, gpu: Gpu) -> "Target":
         """Machines of eight ``gpu``, simulated."""
         return cls("cuda", gpu.memory, GPUS_PER_NODE, dist.is_initialized(), True, gpu.capability, HOST_MEMORY)
-
-
-def _free_host_memory() -> float | None:
-    """Bytes that are free on this machine, or in its control group, for each rank on it; None where unknown."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such group
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text())
-        free = min(free, int((group / "memory.max").read_text()) - used)
-    return max(free, 0) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stepgraph.capture.batch import flatten_batch, microbatch, rebuilt
+from stepgraph.capture.optimizer.host_state import on_device
 from stepgraph.graph.program import StepProgram
 from stepgraph.lower import StepSpec
 from stepgraph.parallel.ranks import Ranks
@@ -51,7 +52,7 @@ class Case:
         spec, n = self.spec, self.spec.accumulate
         leaves, structure = flatten_batch(spec.batch)
         parts = [rebuilt(spec.batch, [microbatch(leaf, k, n) for leaf in leaves], structure) for k in range(n)]
-        with torch.compiler.set_stance("force_eager"):  # what torch.compile made is captured as what is inside
+        with torch.compiler.set_stance("force_eager"), on_device(self.optimizers):  # what torch.compile made is captured as what is inside
             options = self.optimizers, spec.max_grad_norm, spec.skip_nonfinite
             options = (*options, spec.placement and spec.placement.layouts)
             return eager_step(spec.model, spec.loss_fn, parts, *options)

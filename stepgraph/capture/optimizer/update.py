@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stepgraph import compat
+from stepgraph.capture.optimizer import host_state as host
 from stepgraph.capture.optimizer.adafactor import AdafactorRule
 from stepgraph.capture.optimizer.adam import AdamRule
 from stepgraph.capture.optimizer.host import Host
@@ -30,9 +31,13 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 class Update:
     """One update by one or several optimizers that share no parameter. ``groups``: the parameter groups of all, in
-    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`."""
+    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`. ``host_state``: whether state
+    is to be in page-locked host memory."""
 
-    def __init__(self, optimizers: Optimizers, shapes: Mapping[int, Sequence[int]] | None = None):
+    def __init__(
+        self, optimizers: Optimizers, shapes: Mapping[int, Sequence[int]] | None = None, host_state: bool = False
+    ):
+        self.host_state, self._has_room = host_state, False
         self.optimizers = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
         if not self.optimizers:
             raise ValueError("the list of optimizers is empty; give None to step the model yourself")
@@ -101,9 +106,17 @@ class Update:
     def init_state(self, param: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
         """What the graph reads and writes of the state of ``param``, by key; created as in eager's first step."""
         optimizer, options = self._groups()[group]
-        if optimizer in self.own:
-            return self.own[optimizer].state_tensors(param)
-        return _RULES[type(optimizer)].init_state(optimizer, param, options)
+        own = self.own.get(optimizer)
+        found = None if own else _RULES[type(optimizer)].init_state(optimizer, param, options)
+        if self.host_state and not self._has_room:
+            host.require_room(optimizer, param, (p for _, p in self.owned()))
+            self._has_room = True
+        host.place(optimizer, param, self.host_state)
+        return own.state_tensors(param) if own else {key: optimizer.state[param][key] for key in found}
+
+    def stays_on_host(self, param: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether ``value`` of the state of ``param`` is on the host, and traced as if it were not."""
+        return self.host_state and host.stays(value, param)
 
     def has_lr_input(self, group: int) -> bool:
         """Whether the graph reads the learning rate of a group as it is; an optimizer's own ``step`` may compute with

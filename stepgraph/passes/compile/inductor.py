@@ -27,7 +27,7 @@ from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import argument, has_generator, is_launch, is_mutating, is_view, packet
-from stepgraph.graph.host_copies import is_host_copy
+from stepgraph.graph.host_copies import RELOAD_END, is_host_copy
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
@@ -254,7 +254,9 @@ class _Aliased:
     def __init__(self, graph: fx.Graph):
         aliases = Aliases(graph)
         self.root = aliases.root
-        self.viewed = {aliases.root(n) for n in graph.nodes if is_view(n) and aliases.root(n) is not n}
+        # What was reloaded is read under one name alone.
+        views = (n for n in graph.nodes if is_view(n) and n.target is not RELOAD_END)
+        self.viewed = {aliases.root(n) for n in views if aliases.root(n) is not n}
 
     def __call__(self, node: fx.Node) -> str | None:
         if is_mutating(node) and any(self.root(written) in self.viewed for written in written_arguments(node)):

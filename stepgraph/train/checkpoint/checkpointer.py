@@ -291,6 +291,8 @@ def _collect(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, list], dic
     if "optimizer" in state:
         shared["optimizer"], optimizer_tensors = describe_optimizers(state["optimizer"], _names(live), trim)
         tensors |= optimizer_tensors
+        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+            torch.cuda.synchronize()  # the GPU may still write state that is in host memory
     own = {"rng": encode(rng_state(), "rng")}
     if "loader" in state:
         own["loader"] = encode(state["loader"].state_dict(), "loader")

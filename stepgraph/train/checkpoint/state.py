@@ -13,7 +13,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from stepgraph import compat
 from stepgraph.parallel import layouts
 
 # Names that torch.compile and activation checkpointing insert; wrapped and plain models share checkpoints.
@@ -295,6 +297,10 @@ def _slot_tensor(live: object, slot: dict, group: dict, param: Tensor, whole: to
         return live
     if shape == whole and shape:
         # Same strides, and for a DTensor the same mesh, placements and padding (zeros), as the parameter.
+        if slot["host"]:  # state that was offloaded: the capture moves it, one parameter after the other
+            part = param.to_local() if isinstance(param, DTensor) else param
+            there = torch.zeros_like(part, dtype=dtype, device="cpu", requires_grad=False)
+            return compat.with_local(param, there) if isinstance(param, DTensor) else there
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     host = slot["host"]
     if not shape and ("fused" in group or "capturable" in group):
