@@ -52,7 +52,8 @@ class Case:
         spec, n = self.spec, self.spec.accumulate
         leaves, structure = flatten_batch(spec.batch)
         parts = [rebuilt(spec.batch, [microbatch(leaf, k, n) for leaf in leaves], structure) for k in range(n)]
-        with torch.compiler.set_stance("force_eager"), on_device(self.optimizers):  # what torch.compile made is captured as what is inside
+        # What torch.compile made is captured as what is inside.
+        with torch.compiler.set_stance("force_eager"), on_device(self.optimizers):
             options = self.optimizers, spec.max_grad_norm, spec.skip_nonfinite
             options = (*options, spec.placement and spec.placement.layouts)
             return eager_step(spec.model, spec.loss_fn, parts, *options)

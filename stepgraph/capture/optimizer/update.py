@@ -31,8 +31,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 class Update:
     """One update by one or several optimizers that share no parameter. ``groups``: the parameter groups of all, in
-    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`. ``host_state``: whether state
-    is to be in page-locked host memory."""
+    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`. ``host_state``: whether
+    state is to be in page-locked host memory."""
 
     def __init__(
         self, optimizers: Optimizers, shapes: Mapping[int, Sequence[int]] | None = None, host_state: bool = False

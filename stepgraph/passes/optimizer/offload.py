@@ -233,7 +233,9 @@ def _copy(step: StepGraph, state: dict[fx.Node, OptimizerState], walk: _Walk) ->
     output = next(iter(step.graph.find_nodes(op="output")))
     parts = list(walk.by_part())
     firsts = [*(nodes[0] for _, nodes in parts), output]
-    used = [[s for s in state if any(user in walk.of and walk.of[user] == part for user in s.users)] for part, _ in parts]
+    used = [
+        [s for s in state if any(user in walk.of and walk.of[user] == part for user in s.users)] for part, _ in parts
+    ]
     written = {s for s in state if walk.aliases.writes.get(s)}
     arriving: dict[fx.Node, fx.Node] = {}
     leaving: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}

@@ -1,0 +1,88 @@
+"""The optimizer's state in page-locked memory, inside CUDA graphs: the same bits and a lower peak."""
+
+import gc
+
+import pytest
+import torch
+
+import stepgraph
+from stepgraph.kernels.offload import page_locked
+from stepgraph.models import Llama3, Llama3Config, next_token_loss
+from stepgraph.passes import StepOptions
+
+CONFIG = Llama3Config(dim=1024, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=3584, vocab_size=8192, max_seq_len=256)
+MASTER = stepgraph.MasterAdamW
+FUSED = torch.optim.AdamW
+
+
+def trained(kind, offload, steps=4, **options):
+    """(losses and tensors, bytes at the peak of the step, the step, its optimizer): later steps replay."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    model = Llama3(CONFIG).to("cuda", torch.bfloat16 if kind is MASTER else torch.float32)
+    ids = torch.randint(CONFIG.vocab_size, (2, 257), device="cuda")
+    batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+    optimizer = kind(model.parameters(), lr=1e-3, **({} if kind is MASTER else {"fused": options.pop("fused", True)}))
+    given = StepOptions(offload_optimizer=offload, **options)
+    step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=given)
+    torch.cuda.reset_peak_memory_stats()
+    losses = [step(batch).clone() for _ in range(steps)]
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    state = [v for slots in optimizer.state.values() for v in slots.values() if isinstance(v, torch.Tensor)]
+    tensors = [t.detach().cpu().clone() for t in (*losses, *model.parameters(), *state)]
+    return tensors, peak, step, optimizer, batch
+
+
+@pytest.mark.parametrize("cuda_graph", [True, False])
+@pytest.mark.parametrize("inductor", ["off", "full"])
+@pytest.mark.parametrize("kind", [MASTER, FUSED])
+def test_the_bits_are_the_same_and_the_peak_is_lower(deterministic, kind, inductor, cuda_graph):
+    options = {"passes": "exact" if inductor == "off" else "default", "inductor": inductor, "cuda_graph": cuda_graph}
+    plain, most, *_ = trained(kind, False, **options)
+    found, peak, step, optimizer, _ = trained(kind, True, **options)
+    assert all(map(torch.equal, plain, found))
+    held = [v for slots in optimizer.state.values() for k, v in slots.items() if k != "step"]
+    assert all(v.device.type == "cpu" and v.is_pinned() for v in held)
+    size = sum(v.nbytes for v in held)
+    assert peak < most - 0.3 * size, (peak, most, size)
+    if cuda_graph:
+        recording = next(report for report in step.report if report.name == "cuda_graph")
+        assert recording.summary.startswith("1 CUDA graph, 0 nodes on the host")
+
+
+def test_an_optimizers_own_step_is_offloaded():
+    plain, *_ = trained(FUSED, False, passes="exact", fused=False)
+    found, *_ = trained(FUSED, True, passes="exact", fused=False)
+    assert all(map(torch.equal, plain, found))
+
+
+def test_verify_and_checkpoints_with_and_without_it(deterministic):
+    """Eager's step has the state on the GPU; a loaded state goes to the host again, or back to the GPU."""
+    _, _, step, optimizer, batch = trained(MASTER, True, steps=3, passes="exact")
+    assert step.verify(batch).bitwise
+    saved = {key: [v.clone() for v in slots.values()] for key, slots in optimizer.state_dict()["state"].items()}
+    step(batch)
+    now = optimizer.state_dict()["state"][0].values()
+    assert not any(map(torch.equal, now, saved[0]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert step.verify(batch).bitwise
+    model = step.spec.model
+    again = stepgraph.capture(model, next_token_loss, batch, optimizer, passes="exact", max_grad_norm=1.0)
+    assert all(v.is_cuda for slots in optimizer.state.values() for v in slots.values())
+    assert again.verify(batch).bitwise
+
+
+def test_page_locked_memory_has_its_size_and_is_given_back():
+    memory = page_locked(3 * 2**20 + 7)
+    view = memory[16:64].view(torch.float32)
+    del memory
+    assert view.is_pinned() and view.untyped_storage().nbytes() == 3 * 2**20 + 7
+    there = torch.empty(12, device="cuda").copy_(view, non_blocking=True)
+    assert not there.any()
+    address = view.untyped_storage().data_ptr()
+    del view
+    gc.collect()
+    other = page_locked(3 * 2**20 + 7)
+    assert other.is_pinned() and address
