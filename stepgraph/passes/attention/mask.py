@@ -180,10 +180,13 @@ def band_of(mask: torch.Tensor) -> Band | str:
         mask: (..., T, S): booleans, True where a query sees a key, or numbers that are added to the scores. All but the
             last two dimensions must repeat one (T, S) mask.
     """
+    once = mask[(0,) * (mask.ndim - 2)] if _is_expanded(mask) else mask
+    if (once if mask.dtype is torch.bool else once == 0).all():
+        return Band(None, None)
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         return f"a mask of shape {tuple(mask.shape)}"
     rows = mask.shape[-1]
-    first, *others = [mask[(0,) * (mask.ndim - 2)]] if _is_expanded(mask) else mask.reshape(-1, rows, rows)
+    first, *others = once.reshape(-1, rows, rows)
     if any(not torch.equal(first, other) for other in others):
         return "its mask differs between sequences or heads"
     if first.dtype is not torch.bool:

@@ -42,6 +42,12 @@ def test_band(length, left, right, form):
     assert band_of(mask.contiguous()) == expected
 
 
+def test_a_mask_that_hides_nothing_is_a_band_of_any_shape():
+    for mask in (torch.zeros(2, 1, 3, 5), torch.zeros(3, 5).expand(2, 4, 3, 5), torch.ones(5, 3, dtype=torch.bool)):
+        assert band_of(mask) == Band(None, None)
+    assert isinstance(band_of(torch.cat([torch.zeros(1, 3, 5), torch.eye(5)[None, :3]])), str)
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_any_other_mask_is_no_band(data):
@@ -59,7 +65,7 @@ def test_any_other_mask_is_no_band(data):
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        (torch.ones(2, 3, dtype=torch.bool), "shape"),
+        (torch.ones(2, 3).tril() == 1, "shape"),
         (torch.stack([torch.ones(4, 4).tril() == 1, torch.ones(4, 4) == 1]), "differs"),
         (torch.where(torch.ones(4, 4).tril() == 1, 1.0, -INF), "other values"),
         (torch.where(torch.ones(4, 4).tril() == 1, 0.0, -1e4), "other values"),
@@ -85,19 +91,22 @@ def attention_graph(
     causal=False,
     dropout=0.0,
     scale=0.3,
+    keys=48,
 ):
     """Forward and backward of attention under ``make_mask(q, padding)``, twice, in CUDA's operators. ``shared``: all
-    heads have the same keys."""
+    heads have the same keys. ``keys``: how many there are."""
     length = 48
     forward = getattr(aten, f"_scaled_dot_product_{op}_attention").default
     backward = getattr(aten, f"_scaled_dot_product_{op}_attention_backward").default
 
     def attend(q, k, v, dy, mask):
         k = k[:, :1].expand(q.shape) if shared else k
-        bias = torch.where(mask, 0.0, hidden).to(q.dtype).expand(2, 4, length, length)
+        k, v = k[:, :, :keys], v[:, :, :keys]
+        bias = torch.where(mask if keys == length else mask[:, :keys], 0.0, hidden).to(q.dtype)
+        bias = bias.expand(2, 4, length, keys)
         if op == "cudnn":
             out, lse, *_, seed, offset, _ = forward(q, k, v, bias, True, dropout, causal, False, scale=scale)
-            rest = (out, lse, seed, offset, bias, None, None, length, length, dropout, causal)
+            rest = (out, lse, seed, offset, bias, None, None, length, keys, dropout, causal)
             return out, *backward(dy, q, k, v, *rest, scale=scale)
         out, lse, seed, offset = forward(q, k, v, bias, True, dropout, causal, scale=scale)
         rest = (bias, out, lse, seed, offset, dropout, [True, True, True, False], causal)
@@ -108,7 +117,7 @@ def attention_graph(
         results = [*attend(q, k, v, dy, mask), *attend(k, q, v, dy, mask)]
         # What reads them in the strides that they have: whole heads, as shared keys' gradients are added up.
         return results + [
-            result.view(2, 1, -1, length, channels).sum(1) for result in results if result.is_contiguous()
+            result.view(2, 1, -1, result.shape[2], channels).sum(1) for result in results if result.is_contiguous()
         ]
 
     with FakeTensorMode() as mode:
@@ -177,6 +186,19 @@ def test_masks_that_say_no_more_than_causal_or_nothing(op, causal):
     assert len(attention) == 4
     for node in attention:
         assert argument(node, "attn_bias") is None and argument(node, "is_causal") is causal
+
+
+@pytest.mark.parametrize("op", ["cudnn", "efficient"])
+def test_a_mask_that_hides_nothing_of_fewer_keys(op):
+    """As T5's attention to the encoder has: zeros where others have a bias."""
+    step = attention_graph(lambda q, padding: distances(q) >= -1000, op=op, keys=32)
+    shapes = [n.meta["val"].shape for n in step.graph.output_node().args[0]]
+    (report,) = run_passes(step, [PASS])
+    assert report.changed == 2 and count(step, aten.where.self) == 0
+    attention = [node for node in step.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert [argument(node, "attn_bias") for node in attention] == 4 * [None]
+    assert not any(argument(node, "is_causal") for node in attention)
+    assert [n.meta["val"].shape for n in step.graph.output_node().args[0]] == shapes
 
 
 def padded(q, padding):
