@@ -157,8 +157,8 @@ class MeshOptions:
     expert_capacity: float = 2.0
     """With ep: size of exchange buffers over the balanced load. A step that needs more is repeated with larger ones."""
 
-    expert_chunks: int = 1
-    """With ep: split a layer's tokens into N chunks; one chunk travels while experts compute another."""
+    expert_chunks: int | Literal["auto"] = 1
+    """With ep: split a layer's tokens into N chunks; one travels while experts compute another. auto: by cost."""
 
     expert_exchange: Literal["collectives", "symmetric"] = "collectives"
     """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""

@@ -19,6 +19,8 @@ from stepgraph.capture.state import repeated_blocks
 from stepgraph.config.device import is_out_of_memory, memory_bytes
 from stepgraph.config.hf_weights import check_files, load_hf
 from stepgraph.config.train import TrainConfig
+from stepgraph.costs.expert_chunks import Chosen, choose
+from stepgraph.costs.expert_chunks import Layer as ExpertLayer
 from stepgraph.kernels.quant import quantize_linear
 from stepgraph.lower import StepSpec
 from stepgraph.models import config_from_hf, family_of, next_token_loss
@@ -76,6 +78,8 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
             dtypes = {"param_dtype": torch.bfloat16 if bf16 else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
             names = ("expert_capacity", "expert_chunks", "expert_exchange", "context")
             ways = {name: getattr(config, name) for name in names}
+            if (chosen := chosen_chunks(config)) is not None:
+                ways["expert_chunks"] = chosen.chunks
             pipeline = _pipeline(config, model, mesh) if mesh.axis("pp") is not None else None
             parallel.parallelize(model, mesh, plan, device=device, pipeline=pipeline, **ways, **dtypes)
     except RuntimeError as failure:
@@ -87,6 +91,27 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
             f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
         ) from failure
     return model
+
+
+def chosen_chunks(config: TrainConfig) -> Chosen | None:
+    """What ``expert_chunks=auto`` chooses; None where a number is given, or the model has no experts."""
+    spec, moe = config.mesh_spec, getattr(config.model, "moe", None)
+    if config.expert_chunks != "auto" or spec is None or moe is None:
+        return None
+    layer = ExpertLayer(
+        tokens=config.batch_size * config.seq_len // (spec.tp * spec.cp),
+        slots=moe.top_k,
+        dim=config.model.dim,
+        width=moe.ffn_dim,
+        here=moe.n_experts // spec.ep,
+        ranks=spec.ep,
+        shared=moe.n_shared * moe.ffn_dim,
+        room=config.expert_capacity if config.expert_exchange == "collectives" else 1.0,
+        itemsize=4 if config.precision == "fp32" else 2,
+        fp8=config.fp8_experts,
+        recomputed=config.memory == "full",
+    )
+    return choose(layer)
 
 
 def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None, weights: bool) -> CausalLM:

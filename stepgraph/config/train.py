@@ -94,9 +94,11 @@ class TrainConfig(
         for name in (
             *("seq_len", "batch_size", "accumulate", "steps", "lr", "eps", "log_every", "val_batches"),
             *("keep_checkpoints", "comm_timeout", "first_step_timeout", "max_skipped"),
-            *("expert_capacity", "expert_chunks"),
+            "expert_capacity",
         ):
             self._require(name, lambda value: value > 0, "above 0")
+        if self.expert_chunks != "auto":
+            self._require("expert_chunks", lambda value: value > 0, "above 0, or auto")
         for name in (
             *("warmup_steps", "weight_decay", "val_every", "checkpoint_every", "keep_every"),
             *("sample_every", "max_restarts"),
@@ -328,7 +330,9 @@ def _check_mesh(config: TrainConfig) -> None:
     if isinstance(config.model, CausalLMConfig) and spec.cp * spec.tp * spec.pp * spec.ep > 1:
         raise ValueError(f"mesh={config.mesh}: the model of {config.model.folder}, which is transformers' own, takes "
                          "the axes fsdp, ddp and hsdp; drop the others")  # fmt: skip
-    if config.expert_chunks > (tokens := config.batch_size * config.seq_len // spec.tp):
+    if config.expert_chunks != "auto" and config.expert_chunks > (
+        tokens := config.batch_size * config.seq_len // spec.tp
+    ):
         raise ValueError(f"expert_chunks={config.expert_chunks} is above the {tokens} tokens of a microbatch; try 2")
     _check_pipeline(config, spec)
     sizes = family_of(config.model).tp_sizes

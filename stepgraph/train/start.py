@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stepgraph import parallel, passes
+from stepgraph.config.build import chosen_chunks
 from stepgraph.config.device import memory_bytes
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
@@ -203,7 +204,10 @@ def mesh_line(config: TrainConfig) -> str:
     """The ranks of a run, and what a step is made of."""
     spec = config.mesh_spec
     ranks = "one process" if spec is None else f"{spec} of {spec.size} ranks"
-    return f"mesh {ranks}; {config.batch_text}, {config.tokens_per_step:,} tokens per step"
+    chunks = chosen_chunks(config)
+    return f"mesh {ranks}; {config.batch_text}, {config.tokens_per_step:,} tokens per step" + (
+        f"\n{chunks.line()}" if chunks else ""
+    )
 
 
 def memory_line(program: StepProgram, device: torch.device) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from stepgraph.config.build import chosen_chunks
 from stepgraph.config.command_line import parse, require_chart, require_folder
 from stepgraph.config.commands import FORECAST, PlanOptions
 from stepgraph.config.idle import refuse_idle
@@ -85,6 +86,8 @@ def show(result: Forecast, console: Console) -> None:
     if hasattr(config.model, "moe"):
         parameters, active = config.model.num_params(), config.model.num_params(active=True)
         console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active per token")
+    if chunks := chosen_chunks(config):
+        console.print(chunks.line())
     console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_memory_table(result))
     left = gpu.memory - result.peak.total
