@@ -64,15 +64,13 @@ def on_gpu(value):
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
-def test_kernels_against_references():
-    for name, arguments, expected in [
-        *sort_cases(),
-        *zero_cases(),
-        *cast_cases(),
-        *swiglu_cases(),
-        *swiglu_cast_cases(),
-        *row_cases(),
-    ]:
+KERNEL_CASES = (sort_cases, zero_cases, cast_cases, swiglu_cases, swiglu_cast_cases, row_cases)
+
+
+@pytest.mark.parametrize("cases", KERNEL_CASES)
+def test_kernels_against_references(cases):
+    wrong = []
+    for number, (name, arguments, expected) in enumerate(cases()):
         found = FUNCTIONS[name](*map(on_gpu, arguments))
         expected, found = ((t,) if isinstance(t, torch.Tensor) else t for t in (expected, found))
         for mine, theirs in zip(found, expected, strict=True):
@@ -81,7 +79,11 @@ def test_kernels_against_references():
             tolerance = (
                 {1: 0, 2: torch.finfo(theirs.dtype).eps, 4: 1e-5}[mine.itemsize] if mine.is_floating_point() else 0
             )
-            torch.testing.assert_close(mine.cpu(), theirs, rtol=tolerance, atol=tolerance)
+            try:
+                torch.testing.assert_close(mine.cpu(), theirs, rtol=tolerance, atol=tolerance)
+            except AssertionError as error:
+                wrong.append(f"case {number}, {name}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 @hopper

@@ -179,6 +179,7 @@ def test_no_configuration_spills(element):
         for x, own in ({"x": "*fp8e4nv"}, {"WIDE": wide[1]}), ({}, {"WIDE": wide[2], "row_scale": None}):
             kinds_of = {name: kind for name, kind in (casts | x).items() if name not in own}
             constants = {"EXPERTS": experts, "MOST": 448.0, "TALL": scaled_triton.TALL, "column_stride": 1} | own
+            constants["PTX"] = scaled_triton.PTX[torch.float8_e4m3fn]
             assert_no_spills(scaled_triton._groups_kernel, kinds_of, constants, scaled_triton.WARPS, [*kinds_of])
     to = dict.fromkeys(("dy", "gate_up", "y", "dgate_up"), pointer)
     to |= {"offsets": "*i32", "q": "*fp8e4nv", "scale": "*fp32"}
