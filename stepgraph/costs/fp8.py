@@ -14,6 +14,11 @@ def product_seconds(sizes: tuple[int, int, int], *, fp8: bool) -> float:
     return ASSUMED.kernel_seconds(2 * M * N * K, torch.bfloat16, moved)
 
 
+def recast_seconds(elements: int) -> float:
+    """Seconds to cast fp8 ``elements`` again by other rows, by a kernel that reads them twice."""
+    return ASSUMED.moving_seconds(3 * elements) + LAUNCH_S
+
+
 def cast_seconds(elements: int, copies: int, *, reads: int) -> float:
     """Seconds to cast bf16 ``elements`` to fp8 in ``copies`` copies, by ``reads`` kernels that each read them once."""
     return ASSUMED.moving_seconds((2 * reads + copies) * elements) + reads * LAUNCH_S

@@ -27,7 +27,7 @@ _LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
 def _dtype(node: fx.Node) -> torch.dtype:
     """The dtype that ``node`` computes in, fp32 where its first result is no tensor."""
     if is_fp8(node):
-        return node.args[0].meta["val"].dtype
+        return node.args[1].meta["val"].dtype  # the first side may be packed rows, which are bytes
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     return first.dtype if isinstance(first, torch.Tensor) else torch.float32

@@ -7,10 +7,11 @@ import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
 from stepgraph.costs.experts import filled
 from stepgraph.costs.flops import flops
 from stepgraph.costs.fusion import Fusion
-from stepgraph.costs.hardware import GPUS, GROUPED_REACHED
+from stepgraph.costs.hardware import FP8_REACHED, GPUS, GROUPED_REACHED
 from stepgraph.costs.roofline import Roofline
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import Role, set_role
+from stepgraph.kernels.moe.packed import TAIL
 from tests.costs.graphs import Hand, aten
 
 c10d, ours = torch.ops._c10d_functional, torch.ops.stepgraph
@@ -49,6 +50,15 @@ def test_products_stop_at_the_last_row():
         assert found.seconds[y] > product  # zeros behind the rows
     y.kwargs = {"zero_rest": False}
     assert cost(graph, 1.5).seconds[y] == pytest.approx(product)
+
+
+def test_products_of_packed_rows_run_in_fp8():
+    hand = Hand()
+    rows, ends = hand.input(ROWS, DIM + TAIL, dtype=torch.uint8), hand.input(HERE, dtype=torch.int32)
+    weight, scale = hand.input(HERE, FFN, DIM, dtype=torch.float8_e4m3fn), hand.input(HERE, FFN, dtype=torch.float32)
+    y = hand(ours.grouped_scaled_mm.default, rows, weight, scale, ends, zero_rest=False)
+    assert flops(y) == PRODUCT
+    assert cost(hand.graph, 1.0).seconds[y] == pytest.approx(PRODUCT / 1979e12 / FP8_REACHED)
 
 
 def test_without_an_exchange_every_row_is_filled():

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import fx
 
-from stepgraph.costs.fp8 import cast_seconds, product_seconds
+from stepgraph.costs.fp8 import cast_seconds, product_seconds, recast_seconds
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
 from stepgraph.graph.facts import leaves_rest
@@ -76,7 +76,7 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
     casts: dict[tuple, tuple[fx.Node, ...]] = {}
     for node in [n for t in (_PRODUCT, _WEIGHT_PRODUCT) for n in step.graph.find_nodes(op="call_function", target=t)]:
         report.matched += 1
-        if why := _refusal(node, options):
+        if why := _refusal(node, options, packed):
             stays[why] += 1
             continue
         read, build = node.all_input_nodes, Builder(node, before=node)
@@ -102,7 +102,7 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
     report.notes += [f"{count} stay in bf16: {why}" for why, count in stays.items()]
 
 
-def _refusal(node: fx.Node, options: ExpertFp8Options) -> str | None:
+def _refusal(node: fx.Node, options: ExpertFp8Options, packed: dict[fx.Node, fx.Node]) -> str | None:
     """Why the product stays as it is, or None."""
     a, b, result = (n.meta["val"] for n in (*node.args[:2], node))
     weight = result if node.target is _WEIGHT_PRODUCT else b
@@ -125,7 +125,10 @@ def _refusal(node: fx.Node, options: ExpertFp8Options) -> str | None:
         transposed = not b.mT.is_contiguous()
         taken = cast_seconds(a.numel(), 1, reads=1) + cast_seconds(b.numel(), 1 + 2 * transposed, reads=1 + transposed)
     else:
-        taken = cast_seconds(a.numel(), 1, reads=2) + cast_seconds(b.numel(), 1, reads=2)
+        taken = sum(
+            recast_seconds(n.meta["val"].numel()) if n in packed else cast_seconds(n.meta["val"].numel(), 1, reads=2)
+            for n in node.args[:2]
+        )
     if fp8 + taken < bf16:
         return None
     return (

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.kernels.fp8 import cast_scaled_rows
 from stepgraph.kernels.moe import (
     cast_packed_rows,
@@ -103,6 +104,18 @@ def test_what_stays_in_bf16_is_said(sizes, options, why):
     step = products(**{"D": 32} | sizes)
     (report,) = run_passes(step, [get("fp8_experts", **{"unprofitable": True} | options)])
     assert any(why in note for note in report.notes) or report.changed == 0, report.notes
+
+
+def test_gradients_of_weights_that_read_packed_rows_save_time():
+    """DeepSeek-V3 16B's widths: casts from bf16 would take what the product saves."""
+    step = products(R=196608, F=1408, D=2048)
+    (report,) = run_passes(step, [get("fp8_experts")])
+    assert (report.changed, report.notes) == (3, []), report.notes
+    step = products(R=196608, F=1408, D=2048)
+    for node in step.graph.find_nodes(op="call_function", target=ours.grouped_mm.default):
+        set_provenance(node, Provenance("other", "forward", "model.py:1"))
+    (report,) = run_passes(step, [get("fp8_experts", skip=("other",))])
+    assert report.changed == 0 and any("save nothing" in note for note in report.notes), report.notes
 
 
 def test_the_capability_of_the_gpu_and_rows_that_nothing_reads():
