@@ -130,6 +130,9 @@ record() {
     16b10_ep2)
       train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10
       plot "train_$1" ;;
+    16b10_ep2_fp8)
+      train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10 --fp8 rowwise --fp8-experts \
+        --providers stepgraph ;;
     16b10_ep2_nccl) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 --providers stepgraph ;;
     16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10 ;;
     16b_ep[48]) train "$1" deepseek-v3-16b --mesh "fsdp=${1#16b_ep},ep=${1#16b_ep}" $B16 ;;
