@@ -8,6 +8,8 @@ where the pass `unread_rows` found that nothing reads them there either. In bf16
 the products are torch's own or QuACK's, whose results are uninitialized there.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
@@ -145,7 +147,7 @@ def _dense(x: Tensor) -> Tensor:
 # Gradients, by the backend of what they are gradients of
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple, output: Any) -> None:
     *tensors, ctx.backend = inputs[:4]
     ctx.save_for_backward(*tensors)
 
@@ -179,12 +181,12 @@ grouped_mm_weight.register_autograd(_gradient_of_gradient, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.stepgraph.grouped_mm)
-def _flops(rows_shape, weight_shape, *_, **__) -> int:
+def _flops(rows_shape: torch.Size, weight_shape: torch.Size, *_: object, **__: object) -> int:
     return 2 * rows_shape[0] * rows_shape[1] * weight_shape[2]
 
 
 @register_flop_formula(torch.ops.stepgraph.grouped_mm_weight)
-def _weight_flops(rows_shape, dy_shape, *_, **__) -> int:
+def _weight_flops(rows_shape: torch.Size, dy_shape: torch.Size, *_: object, **__: object) -> int:
     return 2 * rows_shape[0] * rows_shape[1] * dy_shape[1]
 
 
