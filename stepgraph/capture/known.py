@@ -82,6 +82,7 @@ class KnownValues(compat.TorchDispatchMode):
         self._fits: dict[fx.Node, bool] = {}
         self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
         self.outside: list[torch.Tensor] = []
+        self._repeated = compat.RepeatedCalls()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -118,7 +119,7 @@ class KnownValues(compat.TorchDispatchMode):
             return func(args[0], self._all_places(args[1]))
         elif torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
             return self._sized(func, args, kwargs)
-        return func(*args, **kwargs)
+        return self._repeated(func, args, kwargs)
 
     def _ask(self, function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """What ``function`` gives for known tensors."""

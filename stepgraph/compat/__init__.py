@@ -90,6 +90,7 @@ from stepgraph.compat.optimizer import (
     step_replaced,
 )
 from stepgraph.compat.pipelining import pipeline_order
+from stepgraph.compat.repeated import RepeatedCalls
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (
     Again,
