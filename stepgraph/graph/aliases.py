@@ -41,20 +41,19 @@ class Aliases:
         self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for i, node in enumerate(graph.nodes):
             self.position[node] = i
-            self._root[node] = self._find_root(node)
+            written = written_arguments(node) if is_mutating(node) else []
+            self._root[node] = self._find_root(node, written)
             self._members[self._root[node]].append(node)
-            if is_mutating(node):
-                for written in written_arguments(node):
-                    self.writes[self.root(written)].append(i)
+            for one in written:
+                self.writes[self.root(one)].append(i)
 
-    def _find_root(self, node: fx.Node) -> fx.Node:
+    def _find_root(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
         # Waiting for a collective gives back its result; no view, since none may take its place.
         if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
             return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
         # What a writing operator returns is what it wrote only if its schema says so: a loss may be returned too.
-        if is_mutating(node) and isinstance(node.meta.get("val"), torch.Tensor):
-            written = written_arguments(node)
-            if len(written) == 1 and node.target._schema.returns[0].alias_info is not None:
+        if len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
+            if node.target._schema.returns[0].alias_info is not None:
                 return self._root[written[0]]
         return node
 

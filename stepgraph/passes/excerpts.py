@@ -32,8 +32,15 @@ class Changes:
         self.order = list(step.graph.nodes)
         self.calls = {n: _Call(n.target, n.args, n.kwargs) for n in self.order}
 
+    def changed(self) -> bool:
+        """Whether a node has come, gone, moved or changed its call since the last time."""
+        nodes = list(self.step.graph.nodes)
+        return nodes != self.order or any(_differs(n, self.calls[n]) for n in nodes)
+
     def excerpts(self) -> list[Excerpt]:
         """What has changed since the last time, the most frequent form first."""
+        if not self.changed():
+            return []
         old, old_order, order = self.calls, self.order, list(self.step.graph.nodes)
         present = set(order)
         gone = [n for n in old_order if n not in present]
@@ -41,8 +48,6 @@ class Changes:
         kept = {n: _Call(n.target, n.args, n.kwargs) for n in order if n in old and _differs(n, old[n])}
         now = {**old, **new, **kept}
         self.order, self.calls = order, {n: now[n] for n in order}
-        if not (gone or new or kept) and order == old_order:
-            return []
         groups = _Groups([*gone, *new])
         for node in gone:
             groups.join(node, *(n for n in _nodes(old[node]) if n not in present))

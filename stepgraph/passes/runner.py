@@ -131,6 +131,7 @@ def run_passes(
                 values.check(p.name)
             if dump is not None:
                 (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
+    step.graph.lint()  # what no call of a node shows, such as names
     if step.executable is step.module:  # else it is there to be read, and its code would be compiled for nobody
         step.module.recompile()
     return list(step.log)
@@ -139,17 +140,19 @@ def run_passes(
 def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None:
     """Apply one pass, unless there is a reason to skip it, and add its report to the step's."""
     report.nodes_before = sum(1 for _ in step.nodes())
+    changed = False
     if report.skipped is None:
         log.info("pass %s", p.name)
         start = time.perf_counter()
         with _explained(p):
             p.apply(step, p.options, report)
-            step.graph.lint()
+            if changed := changes.changed():
+                step.graph.lint()
         report.apply_s = time.perf_counter() - start - report.compile_s
         report.excerpts = changes.excerpts()
     if report.skipped is None:  # a pass may find out itself that it cannot run
         report.terminal = p.terminal
-    report.nodes_after = sum(1 for _ in step.nodes())
+    report.nodes_after = sum(1 for _ in step.nodes()) if changed else report.nodes_before
     step.log.append(report)
 
 
