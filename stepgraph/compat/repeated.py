@@ -141,7 +141,7 @@ class RepeatedCalls:
         made = self._outcomes.get(call.key)
         if made is not None:
             return call.again(made)
-        before = next(reversed(mode.tracer.graph.nodes))
+        before = next(iter(reversed(mode.tracer.graph.nodes)))
         result = func(*args, **kwargs)
         if call.key not in self._outcomes:
             self._outcomes[call.key] = call.outcome(result, before)

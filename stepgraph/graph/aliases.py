@@ -52,10 +52,8 @@ class Aliases:
         if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
             return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
         # What a writing operator returns is what it wrote only if its schema says so: a loss may be returned too.
-        if len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor):
-            if node.target._schema.returns[0].alias_info is not None:
-                return self._root[written[0]]
-        return node
+        one = len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
+        return self._root[written[0]] if one and node.target._schema.returns[0].alias_info is not None else node
 
     def root(self, node: fx.Node) -> fx.Node:
         """The node that owns the storage of ``node``'s result."""
