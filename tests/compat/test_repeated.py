@@ -32,9 +32,9 @@ class Block(nn.Module):
 
 
 def written() -> dict:
-    """A step of three blocks, with the form and storage of every value."""
+    """A step of two blocks, with the form and storage of every value."""
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), Block())
+    model = nn.Sequential(Block(), Block())
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     traced = trace_step(model, lambda m, x: m(x).square().mean(), torch.zeros(2, 4, 8), optimizer, max_grad_norm=1.0)
     return Writer(None, None).program(traced.program)
@@ -47,7 +47,7 @@ def test_the_graph_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(repeated, "_follows_forms", follows)
         found.append(written())
     assert found[0] == found[1]
-    assert len(made) > 150 and len(set(made)) > 15
+    assert len(made) > 80 and len(set(made)) > 15
 
 
 @pytest.mark.parametrize("changed", ["dtype", "strides", "number", "default dtype"])
