@@ -21,7 +21,7 @@ NAMESPACE = "stepgraph_autocast"
 _SEPARATOR = "__of__"
 
 #: Operators of torch whose kernels on a CPU or a GPU call others that autocast has rules for. A test looks for more.
-_CALL_OTHERS = {aten._trilinear.default, aten.affine_grid_generator.default}
+CALL_OTHERS = {aten._trilinear.default, aten.affine_grid_generator.default}
 
 #: Namespaces whose other operators call none.
 _TORCH = ("aten", "prim", "prims", "_c10d_functional", NAMESPACE)
@@ -32,7 +32,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 def is_reached(target: torch._ops.OpOverload, device: str) -> bool:
     """Whether autocast may reach inside the kernel of ``target``. Our own kernels call nothing on a GPU."""
     known = target.namespace in _TORCH or (target.namespace == "stepgraph" and device != "cpu")
-    return target in _CALL_OTHERS or not (known or compat.has_autocast_rule(target, device))
+    return target in CALL_OTHERS or not (known or compat.has_autocast_rule(target, device))
 
 
 def under(target: torch._ops.OpOverload, casts: Mapping[str, torch.dtype]) -> torch._ops.OpOverload:

@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from stepgraph import compat
+from stepgraph.capture.autocast import CALL_OTHERS
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
 from stepgraph.graph.facts import is_view
 from stepgraph.kernels.ctc import ctc_loss
@@ -82,7 +83,7 @@ class KnownValues(compat.TorchDispatchMode):
         self._fits: dict[fx.Node, bool] = {}
         self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
         self.outside: list[torch.Tensor] = []
-        self._repeated = compat.RepeatedCalls()
+        self._repeated = compat.RepeatedCalls(besides=CALL_OTHERS)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -5,7 +5,7 @@ a key of some 15 facts per tensor, and records the call through layers that also
 decompositions: 0.8 ms per node. Here a call like an earlier one makes the same node and the same tensor at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -118,9 +118,10 @@ class _Call:
 
 
 class RepeatedCalls:
-    """The calls of one trace."""
+    """The calls of one trace. ``besides``: operators that other modes of the trace replace, at some calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, besides: Collection[OpOverload] = ()) -> None:
+        self._besides = besides
         self._outcomes: dict[tuple, _Made | None] = {}
         self._operators: dict[int, tuple[OpOverload, bool]] = {}  # by their ids: a hash is computed in Python
 
@@ -128,7 +129,7 @@ class RepeatedCalls:
         """What ``func`` gives."""
         found = self._operators.get(id(func))
         if found is None:
-            found = self._operators[id(func)] = func, _follows_forms(func)
+            found = self._operators[id(func)] = func, func not in self._besides and _follows_forms(func)
         mode = get_proxy_mode()
         if not found[1] or mode is None or type(mode.tracer) is not PythonKeyTracer or mode.emulate_precision_casts:
             return func(*args, **kwargs)

@@ -50,6 +50,17 @@ def test_the_graph_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(made) > 80 and len(set(made)) > 15
 
 
+def test_autocast_is_seen_where_it_was_off_before() -> None:
+    def loss(model: nn.Bilinear, x: torch.Tensor) -> torch.Tensor:
+        plain = model(x, x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain.sum() + model(x, x).sum()
+
+    graph = trace_step(nn.Bilinear(4, 4, 4), loss, torch.zeros(2, 4)).step.graph
+    forward = [n for n in graph.nodes if "trilinear" in str(n.target) and n.meta["stepgraph"].phase == "forward"]
+    assert [n.target.namespace for n in forward] == ["aten", "stepgraph_autocast"]
+
+
 @pytest.mark.parametrize("changed", ["dtype", "strides", "number", "default dtype"])
 def test_another_form_is_another_call(changed: str) -> None:
     def loss(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
