@@ -19,7 +19,8 @@ TALL, WIDE, WARPS = 64, {1: 128, 2: 64, 4: 64}, 4
 
 _MULTIPLE = tl.constexpr(MULTIPLE)
 _TWO = "cvt.rn.satfinite.{}x2.f32 "
-#: `_quad` on a GPU. Joined by shifts, some bytes of fp32 rows came out wrong on an H100 (Triton 3.6).
+#: Four values as one integer, the first in its lowest byte. Joined by shifts, some bytes of fp32 rows came out wrong on
+#: an H100 (Triton 3.6).
 PTX = {
     dtype: "{ .reg .b16 low, high; " + f"{two}low, $2, $1; {two}high, $4, $3; " + "mov.b32 $0, {low, high}; }"
     for dtype, two in ((torch.float8_e4m3fn, _TWO.format("e4m3")), (torch.float8_e5m2, _TWO.format("e5m2")))
@@ -45,7 +46,7 @@ def _groups_kernel(
     most = tl.zeros([TALL, WIDE], tl.int32)
     for first in tl.range(begin, end, TALL):
         row = first + tl.arange(0, TALL)
-        value = _rows(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride)
+        value = _rows(x, row_scale, None, row, end, column, C, row_stride, column_stride, scale_stride)
         most = tl.maximum(most, _bits(value))
     top = _top(tl.max(most, 0), _SMALLEST)
     factor = tl.div_rn(tl.full(top.shape, MOST, tl.float32), top)
@@ -53,45 +54,36 @@ def _groups_kernel(
     stop = begin + (end - begin + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE  # the places up to the next part are zeros
     four = tl.arange(0, TALL // 4)
     for first in tl.range(begin, stop, TALL):
-        a = _scaled(x, row_scale, first + 4 * four, end, column, C, row_stride, column_stride, scale_stride, factor)
-        b = _scaled(x, row_scale, first + 4 * four + 1, end, column, C, row_stride, column_stride, scale_stride, factor)
-        c = _scaled(x, row_scale, first + 4 * four + 2, end, column, C, row_stride, column_stride, scale_stride, factor)
-        d = _scaled(x, row_scale, first + 4 * four + 3, end, column, C, row_stride, column_stride, scale_stride, factor)
-        quad = _quad(a, b, c, d, MOST, PTX)
+        if PTX == "":
+            quad = tl.zeros([TALL // 4, WIDE], tl.int32)
+            for i in tl.static_range(4):
+                y = _rows(
+                    x, row_scale, factor, first + 4 * four + i, end, column, C, row_stride, column_stride, scale_stride
+                )
+                y = y.to(tl.float8e4nv if MOST == 448.0 else tl.float8e5)
+                quad |= y.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * i)
+        else:
+            at = first + 4 * four
+            a = _rows(x, row_scale, factor, at, end, column, C, row_stride, column_stride, scale_stride)
+            b = _rows(x, row_scale, factor, at + 1, end, column, C, row_stride, column_stride, scale_stride)
+            c = _rows(x, row_scale, factor, at + 2, end, column, C, row_stride, column_stride, scale_stride)
+            d = _rows(x, row_scale, factor, at + 3, end, column, C, row_stride, column_stride, scale_stride)
+            quad = tl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
         place = tl.multiple_of((to + first - begin) // 4, 4) + four  # parts begin and end at multiples of 4 fours
         inside = (column < C)[:, None] & (place // 4 < (to + stop - begin) // 16)[None, :]
         tl.store(q + column[:, None] * (places // 4) + place[None, :], tl.trans(quad), mask=inside)
 
 
 @triton.jit
-def _scaled(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride, factor):
-    value = _rows(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride)
-    return tl.where((row < end)[:, None], value * factor[None, :], 0.0)  # factors may be NaN
-
-
-@triton.jit
-def _quad(a, b, c, d, MOST: tl.constexpr, PTX: tl.constexpr):
-    """Four values in fp8 as one integer, ``a`` in its lowest byte."""
-    if PTX == "":
-        quad = _byte(a, MOST) | _byte(b, MOST) << 8 | _byte(c, MOST) << 16 | _byte(d, MOST) << 24
-    else:
-        quad = tl.inline_asm_elementwise(PTX, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    return quad
-
-
-@triton.jit
-def _byte(value, MOST: tl.constexpr):
-    y = value.to(tl.float8e4nv if MOST == 448.0 else tl.float8e5)
-    return y.to(tl.uint8, bitcast=True).to(tl.int32)
-
-
-@triton.jit
-def _rows(x, row_scale, row, end, column, C, row_stride, column_stride, scale_stride):
-    """Some columns of some rows in fp32, zeros from ``end`` on. ``row_scale``: None where values are no fp8."""
+def _rows(x, row_scale, factor, row, end, column, C, row_stride, column_stride, scale_stride):
+    """Some columns of some rows in fp32, zeros from ``end`` on. ``row_scale``: None where values are no fp8.
+    ``factor``: of each column, which may be NaN."""
     at = row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
     value = tl.load(x + at, mask=(row < end)[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)
     if row_scale is not None:
         value *= tl.load(row_scale + row.to(tl.int64) * scale_stride, mask=row < end, other=0.0)[:, None]
+    if factor is not None:
+        value = tl.where((row < end)[:, None], value * factor[None, :], 0.0)
     return value
 
 
