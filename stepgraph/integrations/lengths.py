@@ -38,8 +38,9 @@ class PadToLengths:
         lengths: the lengths that batches may have; `choose_lengths` finds good ones.
         collate: what makes a batch of examples; None: what is given is a batch already.
         causal: the model lets no token see a later one (GPT, Llama, Qwen). Then a batch needs no attention mask, and
-            one that hides padding on the right alone is left out, because attention is faster without. Keep the
-            default for losses that read the mask, such as the balance of a mixture of experts.
+            one that hides padding on the right alone is left out, because attention is faster without; that of TRL's
+            preference pairs (with a ``completion_mask``) stays, because their loss reads it. Keep the default for other
+            losses that do, such as the balance of a mixture of experts.
         pad_token_id: what ``input_ids`` are padded with.
         fill: what tensors of other names, or of the names in `FILL`, are padded with; None: that tensor is not padded.
 
@@ -150,13 +151,11 @@ class PadToLengths:
 
 def _is_spare(batch: dict[str, Any]) -> bool:
     """Whether a causal model does without the mask: it hides what lies on the right, and no loss is taken there."""
-    mask = batch.get("attention_mask")
-    name, ignored = ("labels", IGNORED) if "labels" in batch else ("completion_mask", 0)
-    targets = batch.get(name)
+    mask, targets = batch.get("attention_mask"), batch.get("labels")
     if mask is None or targets is None or targets.shape != mask.shape:
         return False
     on_the_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return on_the_right and bool((targets[mask == 0] == ignored).all())
+    return on_the_right and bool((targets[mask == 0] == IGNORED).all())
 
 
 def choose_lengths(

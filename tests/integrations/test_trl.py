@@ -25,8 +25,9 @@ from trl import (  # noqa: E402
     SFTConfig,
     SFTTrainer,
 )  # fmt: skip
+from trl.trainer.dpo_trainer import DataCollatorForPreference  # noqa: E402
 
-from stepgraph.integrations import GraphStep  # noqa: E402
+from stepgraph.integrations import GraphStep, PadToLengths  # noqa: E402
 
 pytestmark = pytest.mark.long
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijklmnop"]
@@ -88,6 +89,13 @@ def pairs():
 CASES = {
     "sft": (SFTTrainer, GraphSFT, SFTConfig, chats, model, dict),
     "dpo": (DPOTrainer, GraphDPO, DPOConfig, pairs, model, lambda: {"ref_model": model()}),
+    "lengths": (
+        *(DPOTrainer, GraphDPO, DPOConfig, pairs, model),
+        lambda: {
+            "ref_model": model(),
+            "data_collator": PadToLengths([24], DataCollatorForPreference(pad_token_id=0), causal=True),
+        },
+    ),
     "accumulated": (
         *(SFTTrainer, GraphSFT, SFTConfig, chats, model, dict),
         {"gradient_accumulation_steps": 2, "logging_steps": 1},
