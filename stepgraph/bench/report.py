@@ -32,6 +32,9 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--plot draws records of one benchmark: give the records of bench {given} separately")
     for kind, record in zip(kinds, records, strict=True):
         print(*_sections(kind, *record), sep="\n")
+    measured = [record for kind, record in zip(kinds, records, strict=True) if kind == "model"]
+    if measured:  # one summary of all records
+        print(summary([(model, _of(model, rows)) for _, settings, rows in measured for model in settings["models"]]))
     if options.plot is not None:
         _draw(kinds[0], records, options.plot)
     return 0
@@ -41,10 +44,7 @@ def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: li
     """What a record says, in Markdown."""
     if kind == "norm":
         return [norm_section(env, settings, rows)]
-    if kind == "model":
-        models = {model: _of(model, rows) for model in settings["models"]}
-        return [*(model_section(model, env, settings, of) for model, of in models.items()), summary([*models.items()])]
-    show = train_section if kind == "train" else section
+    show = {"train": train_section, "model": model_section}.get(kind, section)
     return [show(model, env, settings, _of(model, rows)) for model in settings["models"]]
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.bench.model.results import OURS, ratios
+from stepgraph.bench.model.results import OURS, RUN, ratios
 from stepgraph.bench.rows import Row, geometric_mean
 from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, times_faster, troubles, where
 
@@ -76,13 +76,15 @@ def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
     """Over all models: ours against the best of the others, model by model, and geometric means. ``records``: (model,
     its rows)."""
     found = [ratios(model, rows) for model, rows in records]
-    columns = ["model", "best other", "speed", "memory", "first step"]
-    cells = [[r.model, r.best or "", _times(r.speed), _times(r.memory), _times(r.first_step)] for r in found]
-    figures = [[getattr(r, name) for r in found] for name in ("speed", "memory", "first_step")]
+    columns = ["model", "best other", "speed", "memory", "first step", f"{RUN:,} steps"]
+    figures = [[getattr(r, name) for r in found] for name in ("speed", "memory", "first_step", "run")]
+    cells = [
+        [r.model, r.best or "", *map(_times, row)] for r, row in zip(found, zip(*figures, strict=True), strict=True)
+    ]
     cells.append(["geometric mean", "", *(_times(geometric_mean(values)) for values in figures)])
     worst = [
         pick((value for value in values if value is not None), default=None)
-        for pick, values in zip((min, max, max), figures, strict=True)
+        for pick, values in zip((min, max, max, min), figures, strict=True)
     ]
     cells.append(["least gain", "", *map(_times, worst)])
     lines = [
@@ -91,7 +93,8 @@ def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
         *align(columns, cells),
         "",
         "- speed: over the fastest other provider; memory: over the least that any other takes; first step: "
-        "over that of torch.compile by default; least gain: the worst of each column",
+        f"over that of torch.compile by default; {RUN:,} steps: over the fastest such run, compiling included; least "
+        "gain: the worst of each column",
     ]
     shown = [
         (model, row) for model, rows in records for row in rows if row.provider == OURS and row.where and row.step_ms
