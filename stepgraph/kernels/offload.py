@@ -14,6 +14,7 @@ There is one stream for each direction, since a GPU has a copy engine for each. 
 CUDA graph records its address, and used again by later steps. On a CPU the same operators copy at once.
 """
 
+import contextlib
 import mmap
 import sys
 from collections import defaultdict
@@ -42,7 +43,11 @@ class _Locked(mmap.mmap):
     address: int | None = None
 
     def lock(self, address: int) -> None:
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)))
+        if code := int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)):
+            raise RuntimeError(
+                f"the host does not give {len(self) / 2**30:.2f} GiB of page-locked memory (CUDA error {code}): offload "
+                "less, or raise the limit that ulimit -l shows"
+            )
         self.address = address
 
     def __del__(self) -> None:
@@ -53,8 +58,9 @@ class _Locked(mmap.mmap):
 
 def page_locked(nbytes: int) -> Tensor:
     """Zeros (nbytes,), uint8, in page-locked host memory of that size: torch's own rounds it up to a power of two."""
-    memory = _Locked(-1, max(nbytes, 1))
-    memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
+    memory = _Locked(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # fewer pages to lock, where the system has large ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
     memory.lock(tensor.data_ptr())
     return tensor
