@@ -45,8 +45,8 @@ class _Locked(mmap.mmap):
     def lock(self, address: int) -> None:
         if code := int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)):
             raise RuntimeError(
-                f"the host does not give {len(self) / 2**30:.2f} GiB of page-locked memory (CUDA error {code}): offload "
-                "less, or raise the limit that ulimit -l shows"
+                f"the host does not give {len(self) / 2**30:.2f} GiB of page-locked memory (CUDA error {code}): "
+                "offload less, or raise the limit that ulimit -l shows"
             )
         self.address = address
 

@@ -20,9 +20,10 @@ from torch import fx
 from stepgraph.costs.hardware import host_copy_seconds
 from stepgraph.costs.memory import lifetimes
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.host_copies import device_bytes
+from stepgraph.graph.host_copies import device_bytes, on_host
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph, name_of, type_of
+from stepgraph.graph.values import OptimizerState
 from stepgraph.options import StepOptions
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.memory import offload
@@ -45,7 +46,8 @@ class FitOptions:
     `MemoryPolicy`) count. ``memory``: bytes of the GPU. ``limit``: the bytes that this graph may take as the pass
     counts them, None for no limit: `stepgraph.lower` finds it for the whole step. ``beyond``: bytes that the
     whole step takes more than that. ``host``: bytes of host memory for this rank, None where unknown. ``compiled``:
-    whether a compiler joins nodes. ``carry_least``: whether it will carry the fewest bytes (see `rematerialize`)."""
+    whether a compiler joins nodes. ``carry_least``: whether it will carry the fewest bytes (see `rematerialize`).
+    ``simulated``: whether the host is a forecast machine's, where the optimizer's state does not lie yet."""
 
     peak: float = 0.0
     peak_is_fraction: bool = False
@@ -56,6 +58,7 @@ class FitOptions:
     host: float | None = None
     compiled: bool = False
     carry_least: bool = False
+    simulated: bool = False
 
     @property
     def peak_bytes(self) -> float:
@@ -80,7 +83,8 @@ def _for_target(options: FitOptions, target: Target) -> FitOptions:
             "peak=8GiB"
         )
     carry = options.carry_least and target.device == "cuda"
-    return replace(options, memory=target.memory, host=target.host_memory, carry_least=carry)
+    of_machine = {"memory": target.memory, "host": target.host_memory, "simulated": target.simulated}
+    return replace(options, carry_least=carry, **of_machine)
 
 
 @register(
@@ -124,6 +128,8 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
 
 def _refuse_host(fit: "Fit", step: StepGraph, options: FitOptions) -> None:
     need = step.in_flight * sum(map(tensor_bytes, fit.gone))
+    if need and options.simulated:
+        need += sum(map(tensor_bytes, filter(on_host, step.placeholders(OptimizerState))))
     if options.host is not None and need > options.host:
         raise ValueError(
             f"offloading needs {need / 2**30:.1f} GiB of host memory for each rank and {options.host / 2**30:.1f} GiB "

@@ -14,7 +14,7 @@ from stepgraph.capture import trace_step
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.facts import is_mutating
-from stepgraph.graph.host_copies import COPIES, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, on_host
+from stepgraph.graph.host_copies import COPIES, OFFLOAD_BEGIN, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, on_host
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes import StepOptions, Target, configured, get, run_passes
 
@@ -219,3 +219,22 @@ def test_operators_write_state_back():
         assert torch.equal(back, x) and back.stride() == x.stride() and back.data_ptr() != host.data_ptr()
         (memory,) = session.host_memory.values()
         assert not memory.nbytes and not memory._free and not memory._under_way
+
+
+def test_activations_and_state_share_the_host_of_a_forecast_machine():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList(blocks))
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), model[1], model[0](x))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = StepOptions("exact", offload_optimizer=True, memory="1.*=offload")
+
+    def lowered(host_memory):
+        step = trace_step(model, mse, torch.zeros(64, 8), optimizer, host_state=True).program.main
+        run_passes(step, options, target=Target("cpu", simulated=True, host_memory=host_memory))
+        return sum(node.args[0].meta["val"].nbytes for node in step.graph.nodes if node.target is OFFLOAD_BEGIN)
+
+    state, gone = 2 * 4 * 5 * (64 + 8), lowered(2**20)
+    assert gone and lowered(state + gone) == gone
+    with pytest.raises(ValueError, match=r"^offloading needs .* of host memory for each rank"):
+        lowered(state + gone - 1)
