@@ -1,6 +1,7 @@
 """The optimizer's state stays on the host, parameters are updated in parts, and every bit is the same."""
 
 import functools
+import gc
 import re
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.host_copies import COPIES, OFFLOAD_BEGIN, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, on_host
 from stepgraph.kernels.comm.exchange import Session
+from stepgraph.kernels.offload import page_locked
 from stepgraph.passes import StepOptions, Target, configured, get, run_passes
 
 EXPAND = replace(get("expand_optimizer"), needs_cuda=False)
@@ -208,6 +210,40 @@ def test_a_machine_without_room_is_refused_in_one_line():
         ValueError, match=r"^offload_optimizer needs 0.0 GiB of host memory .* \(fsdp\), or leave it out$"
     ):
         run_passes(step, passes_of(True), target=target)
+
+
+class Runtime:
+    """Stands in for CUDA's."""
+
+    def __init__(self):
+        self.locked, self.code = {}, 0
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        if not self.code:
+            self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+
+def test_page_locked_memory_has_its_size_and_is_given_back(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    memory = page_locked(3 * 2**20 + 7)
+    view = memory[16:64].view(torch.float32)
+    del memory
+    gc.collect()
+    assert runtime.locked == {view.untyped_storage().data_ptr(): 3 * 2**20 + 7} and not view.fill_(0).any()
+    del view
+    gc.collect()
+    assert not runtime.locked
+    runtime.code = 2
+    with pytest.raises(
+        RuntimeError, match=r"^the host does not give 0\.00 GiB of page-locked memory \(CUDA error 2\): "
+    ):
+        page_locked(2**20)
 
 
 def test_operators_write_state_back():

@@ -1,0 +1,85 @@
+"""Steps of one long sequence: AdamW's state and the inputs of blocks in host memory, MLPs, norms and head in parts.
+
+    python benchmarks/long_sequence.py --seq-len 131072 --tiles 8 [--preset llama3-8b] [--layers N] [--json FILE]
+
+Random weights and tokens, bf16 with fp32 masters. Each step is timed by itself, the first, which compiles nothing but
+allocates host memory, included. Time of attention grows with the square of the length: fewer ``--layers`` show longer
+ones, and the forecast what all of them take.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+import torch
+
+import stepgraph
+from stepgraph.config.environment import environment
+from stepgraph.config.presets import PRESETS
+from stepgraph.costs.memory import peak_bytes
+from stepgraph.models import Llama3, next_token_loss
+from stepgraph.passes import StepOptions
+
+
+def main() -> None:
+    """Print the forecast and the steps, and write them to ``--json``."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--preset", default="llama3-8b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--tiles", type=int, default=8)
+    parser.add_argument("--memory", default="full,layers.*=offload")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--keep-optimizer", action="store_true", help="on the GPU")
+    parser.add_argument("--cuda-graph", action="store_true", help="the second step then records and the third replays")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    config = PRESETS[args.preset]().model
+    config = dataclasses.replace(config, n_layers=args.layers or config.n_layers, max_seq_len=args.seq_len)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Llama3(config)
+    for param in model.parameters():  # the RoPE tables stay fp32
+        param.data = param.data.to(torch.bfloat16)
+    model.to_empty(device=device)
+    model.init_weights()
+    ids = torch.randint(config.vocab_size, (1, args.seq_len + 1), device=device)
+    batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+    options = StepOptions(
+        memory=args.memory, tiles=args.tiles, attention=args.attention, cuda_graph=args.cuda_graph,
+        offload_optimizer=not args.keep_optimizer,
+    )  # fmt: skip
+    optimizer = stepgraph.MasterAdamW(model.parameters(), lr=1e-5)
+    start = time.perf_counter()
+    step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=options)
+    held = sum(v.nbytes for slots in optimizer.state.values() for v in slots.values() if not v.is_cuda)
+    row = {
+        "seq_len": args.seq_len, "layers": config.n_layers, "tiles": args.tiles, "memory": args.memory,
+        "offload_optimizer": not args.keep_optimizer, "capture_s": round(time.perf_counter() - start, 1),
+        "forecast_gib": round(peak_bytes(step.program, fused=True) / 2**30, 2),
+        "host_gib": round(held / 2**30, 2),
+        "steps": [],
+    }  # fmt: skip
+    print(json.dumps(row), flush=True)
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        loss = step(batch).item()
+        took = time.perf_counter() - start
+        found = {"loss": round(loss, 4), "seconds": round(took, 2), "tokens_per_s": round(args.seq_len / took)}
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+            found |= dict(zip(("allocated_gib", "reserved_gib"), (round(m() / 2**30, 2) for m in memory), strict=True))
+        row["steps"].append(found)
+        print(json.dumps(found), flush=True)
+    copied = [memory.nbytes for memory in step._session.host_memory.values()]
+    row["activations_host_gib"] = round(sum(copied) / 2**30, 2)
+    if args.json is not None:
+        args.json.write_text(json.dumps({"environment": environment(), **row}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
