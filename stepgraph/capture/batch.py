@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
@@ -130,6 +131,8 @@ def form(leaf: Any) -> Any:
         (t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf, t.is_conj(), t.is_neg())
         for t in inner
     )
+    if isinstance(leaf, nn.Parameter):
+        plain += (nn.Parameter,)
     if wrapping is not None:
         return plain, wrapping.kind, wrapping.context, *wrapping.others.values()
     return (plain, *((name, form(value)) for name, value in attributes(leaf).items())) if vars(leaf) else plain

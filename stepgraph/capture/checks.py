@@ -57,6 +57,14 @@ def refuse_moving(slot: Slot, moves: bool) -> None:
         )
 
 
+def check_no_parameters(leaves: Sequence[Any], slots: Sequence[Slot]) -> None:
+    """Raise if the batch holds a trained parameter of the model: its gradient would miss what the loss does with it."""
+    trained = {id(slot.tensor): slot.name for slot in slots if slot.tensor.requires_grad}
+    for leaf in leaves:
+        if (name := trained.get(id(leaf))) is not None:
+            raise CaptureError(f"the batch holds parameter {name} of the model: take it from the model inside loss_fn")
+
+
 def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
     """Every parameter of the optimizer is the model's."""
     known = {id(slot.tensor) for slot in slots}

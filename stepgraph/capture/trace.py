@@ -224,6 +224,7 @@ class StepTrace:
         self.update = Update(optimizer, sizes, host_state) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         checks.check_layouts(self.slots)
+        checks.check_no_parameters(leaves, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated
         self.recorder = Recorder(model, repeated or ())

@@ -97,3 +97,18 @@ def test_layouts_that_are_refused(odd, message):
     with pytest.raises(CaptureError, match=message) as caught:
         stepgraph.capture(nn.Linear(6, 6), lambda m, b: m(b["x"]).mean(), {"x": X, "odd": odd()}, passes="exact")
     assert "\n" not in str(caught.value)
+
+
+def test_a_parameter_in_the_batch_is_refused():
+    """At the capture, and in place of a plain tensor later."""
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    def loss_fn(model, batch):
+        return (model(batch["x"]) * batch["w"].sum()).square().mean()
+
+    said = "the batch holds parameter weight of the model: take it from the model inside loss_fn"
+    with pytest.raises(CaptureError, match=said):
+        stepgraph.capture(model, loss_fn, {"x": x, "w": model.weight}, passes="exact")
+    step = stepgraph.capture(model, loss_fn, {"x": x, "w": torch.randn(4, 4, requires_grad=True)}, passes="exact")
+    with pytest.raises(CaptureError, match=said):
+        step({"x": x, "w": model.weight})

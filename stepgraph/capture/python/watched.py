@@ -24,6 +24,8 @@ from stepgraph.capture.python.parts import Part
 from stepgraph.capture.python.places import is_of_program, of_program
 from stepgraph.capture.python.values import ABSENT, kind_of
 
+#: Methods that autograd calls, which no code names.
+_BY_AUTOGRAD = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 #: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -104,7 +106,8 @@ class _Walk:
         """Whether what a class has under ``name`` may be read: it was, or it is of the user's and code names it."""
         if name in names:
             return True
-        called = _is_special(name) and kind_of(type(value)) in ("function", "descriptor")
+        called = _is_special(name) or (name in _BY_AUTOGRAD and issubclass(cls, torch.autograd.Function))
+        called = called and kind_of(type(value)) in ("function", "descriptor")
         return (called or name in self._named) and of_program(cls.__module__)
 
     def _parts(self, path: str, found: Iterable[Part]) -> None:

@@ -1022,6 +1022,43 @@ def test_a_change_that_no_value_shows(kind):
         vars(model).get("undo", lambda: None)()
 
 
+FACTORS = [1.0]
+
+
+class Scaled(torch.autograd.Function):
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * Scaled.factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * FACTORS[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+@pytest.mark.parametrize("change", [lambda v: setattr(Scaled, "factor", v), lambda v: FACTORS.__setitem__(0, v)])
+def test_what_a_function_of_autograd_reads_is_watched(change):
+    """Autograd calls its methods, which no code names."""
+    model, x, grads = nn.Linear(4, 4), torch.randn(3, 4), []
+    step = stepgraph.capture(model, scaled_loss, x, passes="exact")
+    try:
+        for value in (1.0, 2.0):
+            change(value)
+            for run in (step, lambda x: scaled_loss(model, x).backward()):
+                model.zero_grad()
+                run(x)
+                grads.append(model.weight.grad.clone())
+    finally:
+        change(1.0)
+    assert torch.equal(*grads[:2]) and torch.equal(*grads[2:]) and not torch.equal(*grads[1:3])
+
+
+def scaled_loss(model, x):
+    return Scaled.apply(model(x)).square().mean()
+
+
 def test_a_module_that_replaced_another_is_watched_too():
     model, x = reading(lambda m: 1.0 + m.sub.training), torch.randn(3, 4)
     step = stepgraph.capture(model, plain_loss, x, passes="exact")
