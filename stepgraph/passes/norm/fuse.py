@@ -41,7 +41,7 @@ _NOTES = 8
 class FuseNormOptions:
     """``choice``: how norms run; ``auto`` takes the cheapest for each (see `stepgraph.costs.norms`), and
     on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen. ``whole``:
-    for the whole graph, where a forecast counts norms as fused. ``on_gpu``: tensors stand for a GPU's."""
+    for the whole graph, where a forecast counts norms as fused. ``on_gpu``: a GPU is simulated."""
 
     choice: Choice = "auto"
     compiled: bool = True
