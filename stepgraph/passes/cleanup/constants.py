@@ -9,6 +9,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
 
 aten = torch.ops.aten
+_FILLS = {aten.fill_.Tensor: aten.fill_.Scalar, aten.fill.Tensor: aten.fill.Scalar}
 
 
 @register("fold_constants", "exact")
@@ -17,7 +18,8 @@ def fold_constants(step: StepGraph, options: object, report: PassReport) -> None
 
     Matches ``lift_fresh_copy`` of a constant (``torch.tensor(...)`` in the model) and casts of it; before -> after:
     ``_to_copy(lift_fresh_copy(c))`` -> ``c'``. A literal on the host would otherwise be copied to the GPU in every
-    step, which a CUDA graph cannot hold. Not where the model writes into the literal.
+    step, which a CUDA graph cannot hold. Not where the model writes into the literal. A number that fills a tensor, as
+    in ``x[:, 0] = 3``, is passed as a number: ``fill_(x, c)`` -> ``fill_(x, 3)``.
     """
     aliases = Aliases(step.graph)
     folded: set[fx.Node] = set()
@@ -40,4 +42,6 @@ def fold_constants(step: StepGraph, options: object, report: PassReport) -> None
         folded.add(constant)
         replace(node, constant)
         report.changed += 1
+        for user in [user for user in constant.users if user.target in _FILLS and user.args[1] is constant]:
+            user.target, user.args = _FILLS[user.target], (user.args[0], value.item())
     report.summary = f"{report.changed} literals evaluated once"

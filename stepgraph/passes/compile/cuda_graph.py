@@ -19,7 +19,8 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import RECV, SEND
-from stepgraph.graph.partition import describe, needs_host, split
+from stepgraph.graph.facts import is_mutating, is_random
+from stepgraph.graph.partition import describe, needs_host, split, tensors_of
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
@@ -50,6 +51,7 @@ def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
 def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphModule:
     """``step.executable`` in pieces with the ``group`` "device", each to become one CUDA graph, or "host"; the report
     says which nodes stay on the host and why. ``waiting``: names of nodes that were seen to wait for the GPU."""
+    _host_first(step.executable.graph)
     reasons: dict[fx.Node, str] = {}
 
     def group(node: fx.Node) -> str:
@@ -65,6 +67,23 @@ def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphM
     report.changed = report.matched - len(reasons)
     report.summary = f"{pieces} CUDA graph{'s' * (pieces != 1)}, {len(reasons)} nodes on the host"
     return module
+
+
+def _host_first(graph: fx.Graph) -> None:
+    """Let what only the host makes, as numbers that it draws, come before all else, where it ends no CUDA graph."""
+    moved: set[fx.Node] = set()
+    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for node in list(graph.nodes):
+        devices = {tensor.device.type for tensor in tensors_of(node)}
+        alone = node.op == "call_function" and devices == {"cpu"} and moved.issuperset(node.all_input_nodes)
+        if alone and not is_mutating(node):
+            moved.add(node)
+            if node is first:
+                first = node.next
+            else:
+                first.prepend(node)
+        elif "cpu" in devices and (node.op == "call_module" or is_mutating(node) or is_random(node)):
+            return  # what comes later may read what it writes, and draws after it
 
 
 def record_whole(program: StepProgram, gpu: str = "cuda") -> None:

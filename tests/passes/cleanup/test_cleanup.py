@@ -229,6 +229,25 @@ def test_literals_are_folded_and_a_users_tensor_is_read_live():
     assert step(batch).item() == 21.0
 
 
+def test_a_literal_that_fills_is_passed_as_a_number():
+    """As where labels are shifted to the right: on a GPU the host would fill, between two CUDA graphs."""
+
+    def loss_fn(model, batch):
+        shifted = torch.zeros_like(batch["x"])
+        shifted[:, 1:] = batch["x"][:, :-1]
+        shifted[:, 0] = 3
+        shifted[:, 1] = torch.tensor(0.1, dtype=torch.float64)
+        return model(shifted).square().sum()
+
+    model, batch = nn.Linear(4, 2), {"x": torch.randn(3, 4)}
+    expected = loss_fn(model, batch)
+    step = stepgraph.capture(model, loss_fn, batch, passes=CLEANUP)
+    assert torch.equal(step(batch), expected.detach())
+    targets = [node.target for node in step.graph.graph.nodes]
+    assert targets.count(torch.ops.aten.fill_.Scalar) + targets.count(torch.ops.aten.fill.Scalar) == 2
+    assert torch.ops.aten.fill_.Tensor not in targets
+
+
 # Dead code
 
 
