@@ -229,7 +229,7 @@ class StepOptions:
     """Leave linear layers in bf16, by a pattern of their module paths, as in layers.0.*"""
 
     fp8_experts: bool = False
-    """With --fp8, multiply experts' rows in fp8 too, with one scale for each row. Not run on a GPU yet."""
+    """With --fp8, multiply experts' rows in fp8 too, with one scale for each row. Speed not measured yet."""
 
     reshard: Literal["auto", "always", "never"] = "auto"
     """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not suffice."""
