@@ -103,7 +103,9 @@ class _Call:
         alone = node.next.op == "root" and node.op == "call_function" and node.target is self.func
         if not alone or node.args != self.args or node.kwargs != self.kwargs or node.meta.keys() & _NOTES:
             return None
-        if type(result) is not FakeTensor or result.constant is not None or result.requires_grad:
+        if type(result) is not FakeTensor or result.layout is not torch.strided or result.is_quantized:
+            return None
+        if result.constant is not None or result.requires_grad:
             return None
         storages = [given.untyped_storage()._cdata for given in self.tensors]
         storage = result.untyped_storage()
@@ -112,7 +114,7 @@ class _Call:
         name = self.tracer.graph._target_to_str(packet)
         made = _Made(name, "eager_input_vals" in node.meta, *form, node.meta["tensor_meta"])
         again, _ = self.tensors_of(made)
-        same = again.untyped_storage().nbytes() == storage.nbytes() and again.layout is result.layout
+        same = again.untyped_storage().nbytes() == storage.nbytes()
         same &= torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(result)
         return made if same and not any(result is given for given in self.tensors) else None
 

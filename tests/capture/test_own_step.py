@@ -306,7 +306,7 @@ class LoggingElsewhere(Written):
         (LoggingElsewhere, r"sets .*LOG from .* in Python"),
         (Marking, "Marking.step sets count of a parameter in Python"),
         (Forgetting, "Forgetting.step replaces its state as a whole"),
-        (Growing, "Growing.step changes its list of groups"),
+        (Growing, "Growing.step changes its list of parameter groups"),
         (Sharing, r"Sharing.step \(.*:\d+\) keeps state of a str"),
         (optim.LBFGS, r"LBFGS.step \(.*lbfgs.py:\d+\) needs a closure"),
         (functools.partial(optim.Adagrad, fused=True), r"Adagrad\(fused=True\)"),
