@@ -93,7 +93,7 @@ class KnownValues(compat.TorchDispatchMode):
             # others, answers, that takes an eighth of a trace.
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = dict(kwargs or {})
-        if func in _PUTS:  # the gradient of an indexing still has its mask, of which a GPU's kernel tells the host
+        if func in _PUTS and self._needs_count(*args[1:]):  # else whatever a mask holds, the graph is the same
             args = args[0], self._all_places(args[1]), *args[2:]
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
             if func.name() in _CONTROL_FLOW:
@@ -172,6 +172,16 @@ class KnownValues(compat.TorchDispatchMode):
 
     def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
         return aten.nonzero_static.default(mask, size=self._ask(_count, (mask,)))
+
+    def _needs_count(
+        self, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False, *_: bool
+    ) -> bool:
+        """Whether ``values`` are as many as a known mask among ``indices`` selects, as in the gradient of an indexing.
+        It still has its mask, and a GPU's kernel tells the host how many elements that selects."""
+        masks = [i for i in indices if i is not None and i.dtype == torch.bool and self._knows_all(i)]
+        held = [self._value(mask) for mask in masks]
+        with compat.without_modes():
+            return any(accumulate or (values.ndim and len(values) == _count(mask)) for mask in held)
 
     def _all_places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return [place for index in indices for place in self._places(index)]
