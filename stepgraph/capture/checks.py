@@ -333,7 +333,7 @@ def refuse_fake_constants(step: StepGraph) -> None:
         held = [
             value,
             *(t for m in inside for t in vars(m).values()),
-            *(t for m in inside for t in m._buffers.values()),
+            *(t for m in inside for t in (*m._parameters.values(), *m._buffers.values())),
         ]
         if any(map(compat.is_fake, held)):
             where = provenance(next(iter(node.users)))

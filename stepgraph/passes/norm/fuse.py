@@ -11,7 +11,7 @@ Source: the idea of torchtitan pull request 3132.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import fx
@@ -40,13 +40,10 @@ _NOTES = 8
 @dataclass(frozen=True)
 class FuseNormOptions:
     """``choice``: how norms run; ``auto`` takes the cheapest for each (see `stepgraph.costs.norms`), and
-    on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen. ``whole``:
-    for the whole graph, where a forecast counts norms as fused. ``on_gpu``: a GPU is simulated."""
+    on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
 
     choice: Choice = "auto"
     compiled: bool = True
-    whole: bool = False
-    on_gpu: bool = False
 
     def __post_init__(self) -> None:
         if self.choice not in get_args(Choice):
@@ -57,14 +54,8 @@ class FuseNormOptions:
     "fuse_norm",
     "numerics",
     options=FuseNormOptions(),
-    from_options=lambda options: {
-        "choice": options.norm,
-        "compiled": options.inductor != "off",
-        "whole": options.compiles_all,
-    },
-    for_target=lambda options, target: replace(
-        options, on_gpu=target.simulated and target.device == "cuda" and not options.whole
-    ),
+    from_options=lambda options: {"choice": options.norm, "compiled": options.inductor != "off"},
+    forecast=False,  # a norm's kernel moves what the roofline counts, whichever it is
 )
 def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> None:
     """Run each RMS and layer norm by our kernels, Inductor or eager, whichever is fastest."""
@@ -124,7 +115,7 @@ def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> 
         return left
     if options.choice == "kernel":
         return "kernel"
-    if not (options.on_gpu or value_of(found.x).is_cuda):
+    if not value_of(found.x).is_cuda:
         return left
     traffic = _traffic(found)
     return min(("kernel", left), key=lambda choice: cost(choice, traffic))
