@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 #: Types of arguments that are equal in the node.
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
-#: Operators whose results depend on more than forms, and those that a trace records otherwise.
+#: Operators whose results depend on more than the forms of their arguments, or that a trace records in another way.
 _TAGS = {
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
     torch.Tag.nondeterministic_seeded,

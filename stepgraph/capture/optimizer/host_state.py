@@ -14,7 +14,7 @@ from stepgraph.kernels.offload import page_locked
 
 Tensor = torch.Tensor
 
-#: Those that wait for the GPU before they give their state.
+#: Optimizers whose `state_dict` waits for the GPU first.
 _waiting: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 

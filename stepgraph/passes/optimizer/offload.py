@@ -229,7 +229,7 @@ def _columns(node: fx.Node) -> list[list[fx.Node]]:
 
 
 def _copy(step: StepGraph, state: dict[fx.Node, OptimizerState], walk: _Walk) -> list[fx.Node]:
-    """Add the copies of the ``state`` of each part that uses it; those that are used."""
+    """Copy ``state`` to the device and back around each part that uses it; returns the state that some part uses."""
     output = next(iter(step.graph.find_nodes(op="output")))
     parts = list(walk.by_part())
     firsts = [*(nodes[0] for _, nodes in parts), output]

@@ -96,7 +96,7 @@ def test_an_update_that_is_left_out_leaves_the_state():
 
 
 def test_it_is_verified_with_eager_and_captured_again():
-    """A checkpoint's state, which `load_state_dict` makes anew, is offloaded too."""
+    """State that `load_state_dict` creates from a checkpoint is offloaded too."""
     step = trained("fused", passes_of(True))[2]
     batch = torch.randn(4, 8)
     assert step.verify(batch).bitwise
