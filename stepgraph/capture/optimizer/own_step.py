@@ -6,42 +6,32 @@ written on the host after each call. State that it makes is an output of the gra
 `stepgraph.capture.optimizer.prepare` could make it before.
 """
 
-import contextlib
 import inspect
 import sys
-import traceback
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
-from stepgraph.capture import gradients
-from stepgraph.capture.known import KnownValues
-from stepgraph.capture.optimizer.host import Count, Host, Place, Wrapped, equal, frozen, same
-from stepgraph.capture.optimizer.on_tape import NotOfHost, OnTape, tensors_of_numbers
-from stepgraph.capture.optimizer.spread import Matrix, Spread, cuts_of
-from stepgraph.capture.optimizer.tape import TORCHS, Constant, Tape, is_number, line_in_use, python_on_tape, wrapped
+from stepgraph.capture.optimizer.host import frozen, same
 from stepgraph.capture.python.places import of_program
 from stepgraph.capture.python.values import kind_of
-from stepgraph.capture.recorder import user_source
 from stepgraph.capture.state import unwrap, wrap
-from stepgraph.errors import CaptureError, first_line
+from stepgraph.errors import CaptureError
 
 Tensor = torch.Tensor
 pytree = compat.pytree
 
 #: What torch keeps on every optimizer for itself; ``step`` may read its defaults.
-_OF_TORCH = (frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_opt_called"}) - {"defaults"}
+OF_TORCH = (frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {"step", "_opt_called"}) - {"defaults"}
 #: Options of groups that ``step`` does not read.
 _NOT_READ = ("params", "initial_lr")
-_NUMBERS = (int, float)
+NUMBERS = (int, float)
 #: Options of torch's optimizers under which a trace of ``step`` would not hold for a second step.
 _REFUSED = {
     "fused": "takes the learning rate as a plain number, which a graph would keep",
@@ -75,7 +65,7 @@ class Learned:
         """Whether an option is a number of the tape, or a tuple of such."""
         if not ((group is not None and key == "lr") or (group, key) in self.moving):
             return False
-        return type(value) in _NUMBERS or (type(value) in (list, tuple) and all(type(v) in _NUMBERS for v in value))
+        return type(value) in NUMBERS or (type(value) in (list, tuple) and all(type(v) in NUMBERS for v in value))
 
 
 _LEARNED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Learned] = weakref.WeakKeyDictionary()
@@ -83,15 +73,6 @@ _LEARNED: weakref.WeakKeyDictionary[torch.optim.Optimizer, Learned] = weakref.We
 
 class Again(Exception):
     """The trace learned what it should have begun with."""
-
-
-class Early(Protocol):
-    """What takes the state that ``step`` makes, and gives what the rest of the trace has in its place. ``is_early``:
-    whether all of it can be made before the step."""
-
-    is_early: bool
-
-    def __call__(self, run: "Run", member: StandIn, key: str, value: Any) -> Any: ...
 
 
 class OwnStep:
@@ -124,7 +105,7 @@ class OwnStep:
         """The tensors of the state of ``param`` that are inputs of the graph, by key; of containers with a number."""
         found = {}
         for key, value in self.optimizer.state.get(param, {}).items():
-            for name, leaf in _leaves(key, value):
+            for name, leaf in leaves_of(key, value):
                 if isinstance(leaf, Tensor) and not self.is_on_tape(param, key, leaf):
                     found[name] = leaf
         return found
@@ -137,7 +118,7 @@ class OwnStep:
 
     def options(self) -> tuple:
         """What the graph holds as constants, options of groups and attributes: in a form that `same` compares."""
-        return tuple((key, frozen(value)) for group, key, value in self._options() if key not in _NOT_READ
+        return tuple((key, frozen(value)) for group, key, value in self.all_options() if key not in _NOT_READ
                      and not self.learned.is_moving(group, key, value))  # fmt: skip
 
     def code(self) -> dict[str, Any]:
@@ -145,45 +126,26 @@ class OwnStep:
         own = [cls for cls in type(self.optimizer).__mro__ if of_program(cls.__module__)]
         found: dict[str, Any] = {f"{self.name}.step": self.step} if own else {}
         found |= {cls.__qualname__: cls for cls in own}
-        held = {key: value for key, value in vars(self.optimizer).items() if key not in _OF_TORCH}
+        held = {key: value for key, value in vars(self.optimizer).items() if key not in OF_TORCH}
         return found | {
             f"{self.name}.{key}": value for key, value in held.items() if kind_of(type(value)) == "instance"
         }
 
-    def _options(self) -> Iterator[tuple[int | None, str, Any]]:
+    def all_options(self) -> Iterator[tuple[int | None, str, Any]]:
         for index, group in enumerate(self.optimizer.param_groups):
             yield from ((index, key, value) for key, value in group.items())
-        yield from ((None, key, value) for key, value in vars(self.optimizer).items() if key not in _OF_TORCH)
+        yield from ((None, key, value) for key, value in vars(self.optimizer).items() if key not in OF_TORCH)
 
     def learn_changes(self, before: tuple) -> None:
         """Numbers that have changed since ``before``, what `options` gave, are of the tape from now on."""
-        given = [(g, k, v) for g, k, v in self._options() if k not in _NOT_READ and not self.learned.is_moving(g, k, v)]
+        given = [
+            (g, k, v) for g, k, v in self.all_options() if k not in _NOT_READ and not self.learned.is_moving(g, k, v)
+        ]
         if [key for _, key, _ in given] != [key for key, _ in before]:
             return
         for (group, key, value), (_, old) in zip(given, before, strict=True):
             if not same(frozen(value), old):
                 self.learned.moving.add((group, key))
-
-    def trace(
-        self,
-        groups: Sequence[Sequence[StandIn]],
-        give_input: Callable[[str, Tensor], Tensor],
-        attribute: Callable[[str], None],
-        mode: compat.FakeTensorMode,
-        early: Early | None = None,
-        muon: Callable | None = None,
-    ) -> "Run":
-        """Run ``step`` in the running trace on the stand-ins of each parameter group.
-
-        ``give_input``: makes a live scalar tensor an input of the graph, by a name. ``early``: takes the state that
-        ``step`` makes. ``muon``: see `compat.muon_replaced`. Raises `Again` where the trace is to be begun again, with
-        what it learned.
-        """
-        run = Run(self, groups, give_input, attribute, mode, early)
-        if muon is None and self.sharded is not None and isinstance(self.optimizer, torch.optim.Muon):
-            muon = run.spread_muon
-        run.run(muon)
-        return run
 
 
 def _function(optimizer: torch.optim.Optimizer) -> Callable:
@@ -257,489 +219,9 @@ def _names(code: types.CodeType) -> set[str]:
     return {*code.co_names}.union(*inner)
 
 
-def _form(tensor: Tensor) -> tuple:
-    """What a replacement of a tensor of the state must have in common with it."""
-    return type(tensor), [(part.shape, part.dtype) for part in parts_of(tensor)]
-
-
-def _leaves(key: str, value: Any) -> list[tuple[str, Any]]:
+def leaves_of(key: str, value: Any) -> list[tuple[str, Any]]:
     """(name, leaf) of what is kept under ``key``, a container or not."""
     leaves = pytree.tree_leaves(value)
     if len(leaves) == 1 and leaves[0] is value:
         return [(key, value)]
     return [(f"{key}.{i}", leaf) for i, leaf in enumerate(leaves)]
-
-
-def _kept(value: Any) -> Any:
-    """What a graph keeps of a value of the state: neither tensors nor numbers."""
-    if isinstance(value, Tensor) or type(value) in _NUMBERS:
-        return None
-    return tuple(None if isinstance(leaf, Tensor) else frozen(leaf) for leaf in pytree.tree_leaves(value))
-
-
-class _State(dict):
-    """The state of a parameter while ``step`` is traced. ``kept``: called with a new key and its value."""
-
-    def __init__(self, content: Mapping, kept: Callable[[Any, Any], Any]):
-        super().__init__(content)
-        self._kept = kept
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, self._kept(key, value) if key not in self else value)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **values: Any) -> None:
-        for key, value in dict(*args, **values).items():
-            self[key] = value
-
-
-class _States(defaultdict):
-    """``optimizer.state`` while ``step`` is traced. ``read``: the stand-ins whose state was read. ``asked``: what was
-    looked up in it, by stand-in or key. ``is_whole``: whether all keys were read. ``live``: the optimizer's."""
-
-    def __init__(self, run: "Run", live: Mapping):
-        super().__init__()
-        self._run, self.live = run, live
-        self.read: dict[int, StandIn] = {}
-        self.asked: list[Any] = []
-        self.is_whole = False
-
-    def __getitem__(self, param: Any) -> _State:
-        if (member := self._run.members.get(id(param))) is not None:
-            self.read[id(param)] = member
-        return super().__getitem__(param)
-
-    def __missing__(self, param: Any) -> _State:
-        self[param] = {}
-        return super().__getitem__(param)
-
-    def __contains__(self, param: Any) -> bool:
-        self.asked.append(param)
-        if id(param) not in self._run.members and param in self.live:
-            self._refuse(param)
-        return super().__contains__(param)
-
-    def get(self, param: Any, default: Any = None) -> Any:
-        return self[param] if param in self else default  # noqa: SIM401 (it is get)
-
-    def setdefault(self, param: Any, default: Any = None) -> Any:
-        if param not in self:
-            self[param] = default
-        return self[param]
-
-    def update(self, *args: Any, **values: Any) -> None:
-        for param, state in dict(*args, **values).items():
-            self[param] = state
-
-    def _all(self) -> None:
-        """All keys are read; each must be a parameter's."""
-        self.is_whole = True
-        known = {id(member.live): member for member in self._run.members.values()}
-        for key in self.live:
-            if id(key) not in known:
-                self._refuse(key)
-        self.read |= {id(member.tensor): member for member in known.values()}
-
-    def __len__(self) -> int:
-        self._all()
-        return super().__len__()
-
-    def __iter__(self) -> Iterator[Any]:
-        self._all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._all()
-        return super().items()
-
-    def _refuse(self, key: Any) -> NoReturn:
-        what = f"a {type(key).__name__}" if id(key) not in self._run.members else "a parameter, but no dict"
-        raise CaptureError(
-            f"{self._run.own.name}.step ({line_in_use()}) keeps state of {what}; a captured step takes a dict for "
-            "each parameter that has a gradient"
-        )
-
-    def form(self) -> Callable[[], tuple]:
-        """What gives, before each call, the form of what was read: keys, in order, and values that a graph keeps."""
-        read, keys, is_whole = [member.live for member in self.read.values()], [], self.is_whole
-        for key in self.asked:
-            member = self._run.members.get(id(key))
-            keys.append(key if member is None else member.live)
-        optimizer = self._run.optimizer  # a loaded checkpoint replaces its state
-        members = () if self._run.own.is_torchs else [member.live for member in self._run.members.values()]
-
-        def form() -> tuple:
-            state = optimizer.state
-            inside = [(*held, *map(_kept, held.values())) for held in (state.get(param, {}) for param in read)]
-            marks = [frozen(vars(param)) for param in members]
-            return tuple(map(id, state)) if is_whole else (), tuple(key in state for key in keys), *inside, *marks
-
-        return form
-
-    def __setitem__(self, param: Any, state: Any) -> None:
-        member = self._run.members.get(id(param))
-        if member is None or not isinstance(state, dict):
-            self._refuse(param)
-        kept = _State({}, partial(self._run.new_state, member))
-        super().__setitem__(param, kept)
-        kept.update(state)
-
-
-class Run:
-    """One run of ``step`` in a trace. ``host``: what each call does on the host. ``created``: tensors of new state."""
-
-    def __init__(self, own: OwnStep, groups: Any, give_input: Any, attribute: Any, mode: Any, early: Early | None):
-        self.own, self.optimizer, self.groups, self.early = own, own.optimizer, groups, early
-        self.host = Host(Tape(), own.options, own.options(), own.learn_changes)
-        self.tape = self.host.tape
-        self.inputs: dict[str, Tensor] = {}
-        self.created: list[Tensor] = []
-        self.give_input = give_input
-        self.members: dict[int, StandIn] = {id(m.tensor): m for group in groups for m in group}
-        owners = {compat.storage_key(part): m.path for m in self.members.values()
-                  for t in (m.tensor, m.grad, *m.state.values()) if t is not None for part in parts_of(t)}  # fmt: skip
-        self.mode = OnTape(self.tape, mode, self.number_input, owners, attribute)
-        self.mode.refuse_shards = own.refuse_shards if own.sharded else None
-        self._counts: dict[str, list[Count]] = defaultdict(list)
-        self._first: dict[int, int] = {}
-        self._before: dict[tuple[int, str], tuple[Any, list]] = {}
-        self._made: set[tuple[int, str]] = set()
-        self._assigned: list[tuple[Tensor, Tensor]] = []
-        self._of_fakes: set[str] = set()
-
-    # ---- numbers ----
-
-    def number_input(self, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The graph's input that has the value at ``place``."""
-        name = f"{self.tape.entries[place].key}:{dtype}:{device}"
-        if name not in self.inputs:
-            with compat.without_modes():
-                live = torch.empty((), dtype=dtype, device=device)
-                if self.early is not None:
-                    value = self.tape.entries[place].value
-                    live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)
-            self.host.values.append((place, live))
-            self.inputs[name] = self.give_input(name, live)
-        return self.inputs[name]
-
-    def numbers(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(live scalar, its stand-in) of each input that is a number."""
-        return zip((live for _, live in self.host.values), self.inputs.values(), strict=True)
-
-    def count(self, key: str, value: Any, place: Place) -> int:
-        """Where on the tape a live number or scalar tensor is; equal ones of one key share one."""
-        with compat.without_modes():
-            for count in self._counts[key]:
-                if equal(self.tape.entries[count.place].value, value):
-                    count.places.append(place)
-                    return count.place
-            copied = value.detach().clone() if isinstance(value, Tensor) else value
-        holder, at = place
-        found = self.tape.read(f"{key}.{len(self._counts[key])}", copied, lambda: holder()[at])
-        self._counts[key].append(Count([place], found))
-        self.host.counts.append(self._counts[key][-1])
-        return found
-
-    def stand_for(self, place: int, tensor: Tensor | None = None) -> Any:
-        """What ``step`` has for the live value at ``place``; ``tensor``: a scalar that it has already."""
-        if not isinstance(self.tape.entries[place].value, Tensor):
-            return wrapped(self.tape, place)
-        made = self.mode.scalar(place) if tensor is None else tensor
-        self.mode.places[compat.storage_key(made)] = self._first[id(made)] = place
-        self.mode.state.add(compat.storage_key(made))
-        return made
-
-    # ---- the run ----
-
-    def run(self, muon: Callable | None) -> None:
-        optimizer, own = self.optimizer, self.own
-        groups, attributes = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
-        listed, held = list(optimizer.param_groups), optimizer.param_groups
-        try:
-            self._put_stand_ins()
-            places = [compat.storage_key(m.tensor) for m in self.members.values()]
-            names = {cls.__module__ for cls in type(optimizer).__mro__[:-1]} - {"builtins", "typing"}
-            muons = compat.muon_replaced(muon) if muon else contextlib.nullcontext()
-            known = KnownValues()
-            with (
-                tensors_of_numbers(),
-                python_on_tape({n: sys.modules[n] for n in names}),
-                muons,
-                known,
-                self.mode,
-            ):
-                own.step(optimizer)
-                if places != [compat.storage_key(m.tensor) for m in self.members.values()]:
-                    raise CaptureError(
-                        f"{own.name}.step assigns .data of a parameter, and a captured step keeps its state where it "
-                        "lies; write in place, as by .data.copy_(...)"
-                    )
-                if optimizer.param_groups is not held or len(held) != len(listed):
-                    raise CaptureError(
-                        f"{own.name}.step changes its list of parameter groups; add groups between steps"
-                    )
-                self._write_back(groups, attributes)
-        except (CaptureError, Again):
-            raise
-        except NotOfHost as found:
-            self._learn_of(found.tensor)
-            raise Again from None
-        except Exception as error:
-            raise CaptureError(self._explained(error)) from error
-        finally:
-            held[:] = listed
-            for group, before in zip(listed, groups, strict=True):
-                group.clear()
-                group.update(before)
-            vars(optimizer).clear()
-            vars(optimizer).update(attributes)
-            for member in self.members.values():
-                member.tensor.grad = None
-                for key in self._attributes_of(member):
-                    vars(member.tensor).pop(key, None)
-        self.host.state = self.state.form()
-        self.host.form = self.host.state()
-        if not same(own.options(), self.host.expected):
-            raise CaptureError(f"{own.name}.step changes what its attributes hold, which a captured step cannot do")
-        if self.early is None:
-            self._check_decisions()
-
-    def spread_muon(
-        self, _: Callable, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], **options: Any
-    ) -> None:
-        """torch's ``muon`` over shards."""
-        live = [self.members[id(param)].live for param in params]
-        cuts = [cuts_of(param, self.own.shapes.get(id(param))) for param in live]
-        refuse, self.mode.refuse_shards = self.mode.refuse_shards, None
-        update = Spread(options, partial(self.mode.attribute_to, ""))
-        update.update([Matrix(*given) for given in zip(params, grads, momenta, cuts, strict=True)])
-        self.mode.refuse_shards = refuse
-
-    def _put_stand_ins(self) -> None:
-        optimizer = self.optimizer
-        for index, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                group[key] = self._moving(index, key, value, lambda index=index: optimizer.param_groups[index])
-            group["params"] = [member.tensor for member in self.groups[index]]
-        for key, value in list(vars(optimizer).items()):
-            vars(optimizer)[key] = self._moving(None, key, value, lambda: vars(optimizer))
-        live = optimizer.state
-        optimizer.state = self.state = _States(self, live)
-        for member in self.members.values():
-            member.tensor.grad = member.grad
-            self._of_fakes |= vars(member.tensor).keys()
-            vars(member.tensor).update(self._attributes_of(member))
-            if (held := live.get(member.live)) is not None:
-                content = {key: self._stand_in_of(member, key, value) for key, value in held.items()}
-                dict.__setitem__(self.state, member.tensor, _State(content, partial(self.new_state, member)))
-
-    def _moving(self, group: int | None, key: str, value: Any, holder: Callable[[], Any]) -> Any:
-        """An option as ``step`` has it."""
-        if not self.own.learned.is_moving(group, key, value):
-            return value
-        name = f"{'self' if group is None else f'group.{group}'}.{key}"
-        if type(value) in _NUMBERS:
-            return wrapped(self.tape, self.count(name, value, (holder, key)))
-        places = (self.count(f"{name}.{i}", v, (lambda: holder()[key], i)) for i, v in enumerate(value))
-        return type(value)(wrapped(self.tape, place) for place in places)
-
-    def _attributes_of(self, member: StandIn) -> dict[str, Any]:
-        """What the user has put on a parameter, such as a factor of its learning rate."""
-        return {} if self.own.is_torchs else vars(member.live)
-
-    def _holder(self, member: StandIn) -> Callable[[], Any]:
-        return lambda: self.optimizer.state[member.live]
-
-    def _stand_in_of(self, member: StandIn, key: str, value: Any) -> Any:
-        """What ``step`` has for the state under ``key``."""
-        spec, names = pytree.tree_structure(value), _leaves(key, value)
-        found = []
-        for name, leaf in names:
-            if name in member.state:
-                found.append(member.state[name])
-            elif (isinstance(leaf, Tensor) or type(leaf) in _NUMBERS) and name == key:
-                found.append(self.stand_for(self.count(f"state.{key}", leaf, (self._holder(member), key))))
-            else:
-                found.append(leaf)
-        self._before[id(member.tensor), key] = spec, found
-        return found[0] if [name for name, _ in names] == [key] else pytree.tree_unflatten(found, spec)
-
-    def new_state(self, member: StandIn, key: str, value: Any) -> Any:
-        """What is kept of state that ``step`` makes."""
-        if self.early is None:
-            return value
-        kept = self.early(self, member, key, value)
-        if not isinstance(kept, dict | list | tuple):  # it may be filled later
-            self._before[id(member.tensor), key] = pytree.tree_structure(kept), [kept]
-            self._made.add((id(member.tensor), key))
-        return kept
-
-    # ---- after the run ----
-
-    def _write_back(self, groups: Sequence[dict], attributes: Mapping[str, Any]) -> None:
-        for member in self.members.values():
-            now = dict.get(self.state, member.tensor, {})
-            if dict.__contains__(self.state, member.tensor) and member.live not in self.state.live:
-                self.host.touched.append(self._holder(member))
-            had = {key for owner, key in self._before if owner == id(member.tensor)}
-            if gone := had - now.keys():
-                raise CaptureError(f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it")
-            for key, value in now.items():
-                try:
-                    self._write_state(member, key, value)
-                except CaptureError:
-                    if self.early is None or (id(member.tensor), key) not in self._made:
-                        raise
-                    self.early.is_early = False  # made of one form, and of another at the end of the first step
-            self._check_attributes(member)
-        if self.optimizer.state is not self.state:
-            raise CaptureError(f"{self.own.name}.step replaces its state as a whole; write into state[parameter]")
-        taken = [part for m in self.members.values() for t in (m.tensor, *m.state.values()) for part in parts_of(t)]
-        values = gradients.unshared([value for _, value in self._assigned], taken)
-        for (before, _), value in zip(self._assigned, values, strict=True):
-            before.copy_(value)
-        self.created = gradients.unshared(self.created, taken)
-        for index, (group, before) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
-            for key, value in group.items():
-                if key != "params":
-                    self._write_option(index, key, before.get(key), value)
-        for key, value in vars(self.optimizer).items():
-            if key not in _OF_TORCH:
-                self._write_option(None, key, attributes.get(key), value)
-
-    def _check_attributes(self, member: StandIn) -> None:
-        """Raise if ``step`` has changed what is on a parameter."""
-        held, now = self._attributes_of(member), vars(member.tensor)
-        for key in held.keys() | {key for key in now.keys() - self._of_fakes if not key.startswith("_")}:
-            if now.get(key) is not held.get(key):
-                raise CaptureError(
-                    f"{self.own.name}.step sets {key} of a parameter in Python, which a captured step runs only while "
-                    "it is traced; keep it in the state of the parameter"
-                )
-
-    def _write_state(self, member: StandIn, key: str, value: Any) -> None:
-        holder, known = self._holder(member), self._before.get((id(member.tensor), key))
-        if known is None:
-            self._create_state(member, key, value)
-            return
-        (spec, before), (leaves, now) = known, pytree.tree_flatten(value)
-        if now != spec:
-            raise CaptureError(
-                f"{self.own.name}.step replaces state[{key!r}], and a captured step keeps the form of its state"
-            )
-        for old, new in zip(before, leaves, strict=True):
-            first, place = self._place(old, True), self._place(new)
-            if first is None and isinstance(old, Tensor):
-                if new is not old:
-                    if not isinstance(new, Tensor) or _form(new) != _form(old):
-                        raise CaptureError(
-                            f"{self.own.name}.step replaces state[{key!r}], {old.dtype} of shape {list(old.shape)}, "
-                            "by a value of another form, and a captured step keeps the form of its state"
-                        )
-                    self._assigned += zip(parts_of(old), parts_of(new), strict=True)
-            elif first is None:
-                if new is not old and not same(frozen(old), frozen(new)):
-                    raise CaptureError(
-                        f"{self.own.name}.step sets state[{key!r}] from {old!r} to {new!r} in Python, which a captured "
-                        "step runs only while it is traced; keep numbers under keys of their own"
-                    )
-            elif place is None and isinstance(new, Tensor):
-                raise NotOfHost(old if isinstance(old, Tensor) else new)
-            elif place is None:
-                self._write(self._constant(new), holder, key)
-            elif place != first:
-                self._write(place, holder, key)
-
-    def _create_state(self, member: StandIn, key: str, value: Any) -> None:
-        """State that the step makes: numbers on the host, tensors as outputs of the graph."""
-        leaves, spec = pytree.tree_flatten(value)
-        found: list[int | Wrapped] = []
-        for leaf in leaves:
-            place = self._place(leaf)
-            if place is None and isinstance(leaf, Tensor):
-                inner, wrapping = unwrap(leaf)
-                self.created += inner
-                place = Wrapped(len(inner), wrapping or unwrap(member.live.detach())[1])
-            elif place is None:
-                place = self._constant(leaf)
-            found.append(place)
-        self.host.made.append((self._holder(member), key, found, spec))
-
-    def _write_option(self, group: int | None, key: str, old: Any, value: Any) -> None:
-        learned, where = self.own.learned, f"self.{key}" if group is None else f"group[{key!r}]"
-        optimizer = self.optimizer
-        if value is old or same(frozen(old), frozen(value)):
-            return
-        moving = learned.is_moving(group, key, old)
-        if type(old) in _NUMBERS and (is_number(value) or type(value) in _NUMBERS):
-            if not moving:
-                learned.moving.add((group, key))
-                raise Again
-            place = self._place(value) if is_number(value) else self._constant(value)
-            if self.tape.entries[place].function is not None:
-                holder = (lambda: vars(optimizer)) if group is None else (lambda: optimizer.param_groups[group])
-                self._write(place, holder, key)
-        elif not (moving and len(value) == len(old) and all(self._is_read(v) for v in value)):
-            raise CaptureError(
-                f"{self.own.name}.step sets {where} in Python, which a captured step runs only while it is traced; "
-                "keep tensors in the state of a parameter"
-            )
-
-    def _is_read(self, value: Any) -> bool:
-        return is_number(value) and self.tape.entries[self._place(value)].function is None
-
-    def _write(self, place: int, holder: Callable[[], Any], key: str) -> None:
-        self.host.writes.setdefault(place, []).append((holder, key))
-
-    def _constant(self, value: Any) -> int:
-        return self.tape.computed(Constant(value), (), value)
-
-    def _place(self, value: Any, first: bool = False) -> int | None:
-        if is_number(value):
-            return value.node.number.place
-        if first:
-            return self._first.get(id(value))
-        return self.mode.place_of(value) if isinstance(value, Tensor) else None
-
-    def _check_decisions(self) -> None:
-        """Raise where Python went by the very value of a number that the step itself changes."""
-        written = {(id(holder()), key) for places in self.host.writes.values() for holder, key in places}
-        counted = {c.place for c in self.host.counts if any((id(holder()), key) in written for holder, key in c.places)}
-        for entry in self.tape.entries:
-            if entry.exact and entry.leaves & counted:
-                raise CaptureError(
-                    f"{self.own.name}.step ({entry.line}) takes the value of a count as a plain number, which a graph "
-                    "would keep; compute with it by Python's operators and math, or keep it in a tensor"
-                )
-
-    def _learn_of(self, tensor: Tensor) -> None:
-        for (owner, key), (_, before) in self._before.items():
-            if any(value is tensor for value in before):
-                self.own.learned.on_tape[key, self.members[owner].tensor.ndim == 0] = False
-                return
-        raise CaptureError(f"{self.own.name}.step writes tensors of the step into a scalar that it made on the host")
-
-    def _explained(self, error: Exception) -> str:
-        where = user_source(error)
-        if not where:
-            frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
-            where = next((f"{f}:{n}" for f, n in reversed(frames) if TORCHS in f), "")
-        operator = compat.operator_needing_values(error)
-        if operator is not None:
-            return (
-                f"{self.own.name}.step ({where}) asks for the value of a tensor ({operator}) to go by it in Python, "
-                "which a graph cannot: use torch.where, or capture without an optimizer and step it yourself"
-            )
-        return f"{self.own.name}.step ({where}) cannot be traced: {type(error).__name__}: {first_line(error)}"

@@ -17,7 +17,8 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.batch_reads import reads_shape
-from stepgraph.capture.optimizer.own_step import Again, OwnStep, Run, StandIn, as_held, parts_of
+from stepgraph.capture.optimizer.own_run import Run, run_step
+from stepgraph.capture.optimizer.own_step import Again, OwnStep, StandIn, as_held, parts_of
 from stepgraph.capture.optimizer.spread import momentum_alone
 from stepgraph.capture.optimizer.tape import is_number, wrapped
 from stepgraph.capture.state import unwrap, wrap
@@ -42,7 +43,7 @@ class Made:
         self._live_of = live_of
 
     def __call__(self, run: Run, member: StandIn, key: str, value: Any) -> Any:
-        """See `stepgraph.capture.optimizer.own_step.Early`."""
+        """See `stepgraph.capture.optimizer.own_run.Early`."""
         entries, made = run.tape.entries, self.by_param[member.live]
         no_place = dict, key
         if is_number(value) or type(value) in (int, float):
@@ -229,7 +230,7 @@ class _Alone:
                 groups[-1].append(StandIn(live, param, grad, state, path))
         made = Made(live_of)
         early = made if self.makes else None
-        return self.own.trace(groups, self._give_input, lambda _: None, self.mode, early, momentum_alone), made
+        return run_step(self.own, groups, self._give_input, lambda _: None, self.mode, early, momentum_alone), made
 
     def _give_input(self, name: str, tensor: Tensor) -> Tensor:
         if not compat.is_fake(tensor):

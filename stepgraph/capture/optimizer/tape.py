@@ -155,7 +155,7 @@ def line_in_use() -> str:
 
 
 #: The file that calls ``step``, and the folder of torch's optimizers.
-_CALLER, TORCHS = os.path.join("optimizer", "own_step.py"), os.path.join("torch", "optim", "")
+_CALLER, TORCHS = os.path.join("optimizer", "own_run.py"), os.path.join("torch", "optim", "")
 
 
 class Constant:

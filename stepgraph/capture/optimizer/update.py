@@ -12,7 +12,8 @@ from stepgraph.capture.optimizer.adafactor import AdafactorRule
 from stepgraph.capture.optimizer.adam import AdamRule
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.master import MasterAdamW
-from stepgraph.capture.optimizer.own_step import OwnStep, Run, StandIn, as_held
+from stepgraph.capture.optimizer.own_run import Run, run_step
+from stepgraph.capture.optimizer.own_step import OwnStep, StandIn, as_held
 from stepgraph.capture.optimizer.prepare import Fresh, prepare
 from stepgraph.capture.optimizer.rule import Member, Rule
 from stepgraph.capture.optimizer.sgd import SGDRule
@@ -179,7 +180,7 @@ class Update:
         """
         updated: set[int] = set()
         for own in self.own.values():
-            trace = partial(own.trace, give_input=lambda _, live: give_input(live), attribute=attribute, mode=mode)
+            trace = partial(run_step, own, give_input=lambda _, live: give_input(live), attribute=attribute, mode=mode)
             updated |= self._record_own(own, groups, grads, flat, skip, trace)
         for (optimizer, options), group in zip(self._groups(), groups, strict=True):
             if optimizer in self.own:

@@ -1,0 +1,411 @@
+"""One run of an optimizer's own ``step`` in a trace: its stand-ins, and what graph and host write after it."""
+
+import contextlib
+import sys
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from stepgraph import compat
+from stepgraph.capture import gradients
+from stepgraph.capture.known import KnownValues
+from stepgraph.capture.optimizer.host import Count, Host, Place, Wrapped, equal, frozen, same
+from stepgraph.capture.optimizer.on_tape import NotOfHost, OnTape, tensors_of_numbers
+from stepgraph.capture.optimizer.own_state import State, States
+from stepgraph.capture.optimizer.own_step import NUMBERS, OF_TORCH, Again, OwnStep, StandIn, leaves_of, parts_of
+from stepgraph.capture.optimizer.spread import Matrix, Spread, cuts_of
+from stepgraph.capture.optimizer.tape import TORCHS, Constant, Tape, is_number, python_on_tape, wrapped
+from stepgraph.capture.recorder import user_source
+from stepgraph.capture.state import unwrap
+from stepgraph.errors import CaptureError, first_line
+
+Tensor = torch.Tensor
+pytree = compat.pytree
+
+
+class Early(Protocol):
+    """What takes the state that ``step`` makes, and gives what the rest of the trace has in its place. ``is_early``:
+    whether all of it can be made before the step."""
+
+    is_early: bool
+
+    def __call__(self, run: "Run", member: StandIn, key: str, value: Any) -> Any: ...
+
+
+def run_step(
+    own: OwnStep,
+    groups: Sequence[Sequence[StandIn]],
+    give_input: Callable[[str, Tensor], Tensor],
+    attribute: Callable[[str], None],
+    mode: compat.FakeTensorMode,
+    early: Early | None = None,
+    muon: Callable | None = None,
+) -> "Run":
+    """Run the ``step`` of ``own`` in the running trace on the stand-ins of each parameter group.
+
+    ``give_input``: makes a live scalar tensor an input of the graph, by a name. ``early``: takes the state that
+    ``step`` makes. ``muon``: see `compat.muon_replaced`. Raises `Again` where the trace is to be begun again, with
+    what it learned.
+    """
+    run = Run(own, groups, give_input, attribute, mode, early)
+    if muon is None and own.sharded is not None and isinstance(own.optimizer, torch.optim.Muon):
+        muon = run.spread_muon
+    run.run(muon)
+    return run
+
+
+def _form(tensor: Tensor) -> tuple:
+    """What a replacement of a tensor of the state must have in common with it."""
+    return type(tensor), [(part.shape, part.dtype) for part in parts_of(tensor)]
+
+
+class Run:
+    """One run of ``step`` in a trace. ``host``: what each call does on the host. ``created``: tensors of new state."""
+
+    def __init__(self, own: OwnStep, groups: Any, give_input: Any, attribute: Any, mode: Any, early: Early | None):
+        self.own, self.optimizer, self.groups, self.early = own, own.optimizer, groups, early
+        self.host = Host(Tape(), own.options, own.options(), own.learn_changes)
+        self.tape = self.host.tape
+        self.inputs: dict[str, Tensor] = {}
+        self.created: list[Tensor] = []
+        self.give_input = give_input
+        self.members: dict[int, StandIn] = {id(m.tensor): m for group in groups for m in group}
+        owners = {compat.storage_key(part): m.path for m in self.members.values()
+                  for t in (m.tensor, m.grad, *m.state.values()) if t is not None for part in parts_of(t)}  # fmt: skip
+        self.mode = OnTape(self.tape, mode, self.number_input, owners, attribute)
+        self.mode.refuse_shards = own.refuse_shards if own.sharded else None
+        self._counts: dict[str, list[Count]] = defaultdict(list)
+        self._first: dict[int, int] = {}
+        self._before: dict[tuple[int, str], tuple[Any, list]] = {}
+        self._made: set[tuple[int, str]] = set()
+        self._assigned: list[tuple[Tensor, Tensor]] = []
+        self._of_fakes: set[str] = set()
+
+    # ---- numbers ----
+
+    def number_input(self, place: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The graph's input that has the value at ``place``."""
+        name = f"{self.tape.entries[place].key}:{dtype}:{device}"
+        if name not in self.inputs:
+            with compat.without_modes():
+                live = torch.empty((), dtype=dtype, device=device)
+                if self.early is not None:
+                    value = self.tape.entries[place].value
+                    live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)
+            self.host.values.append((place, live))
+            self.inputs[name] = self.give_input(name, live)
+        return self.inputs[name]
+
+    def numbers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(live scalar, its stand-in) of each input that is a number."""
+        return zip((live for _, live in self.host.values), self.inputs.values(), strict=True)
+
+    def count(self, key: str, value: Any, place: Place) -> int:
+        """Where on the tape a live number or scalar tensor is; equal ones of one key share one."""
+        with compat.without_modes():
+            for count in self._counts[key]:
+                if equal(self.tape.entries[count.place].value, value):
+                    count.places.append(place)
+                    return count.place
+            copied = value.detach().clone() if isinstance(value, Tensor) else value
+        holder, at = place
+        found = self.tape.read(f"{key}.{len(self._counts[key])}", copied, lambda: holder()[at])
+        self._counts[key].append(Count([place], found))
+        self.host.counts.append(self._counts[key][-1])
+        return found
+
+    def stand_for(self, place: int, tensor: Tensor | None = None) -> Any:
+        """What ``step`` has for the live value at ``place``; ``tensor``: a scalar that it has already."""
+        if not isinstance(self.tape.entries[place].value, Tensor):
+            return wrapped(self.tape, place)
+        made = self.mode.scalar(place) if tensor is None else tensor
+        self.mode.places[compat.storage_key(made)] = self._first[id(made)] = place
+        self.mode.state.add(compat.storage_key(made))
+        return made
+
+    # ---- the run ----
+
+    def run(self, muon: Callable | None) -> None:
+        optimizer, own = self.optimizer, self.own
+        groups, attributes = [dict(group) for group in optimizer.param_groups], dict(vars(optimizer))
+        listed, held = list(optimizer.param_groups), optimizer.param_groups
+        try:
+            self._put_stand_ins()
+            places = [compat.storage_key(m.tensor) for m in self.members.values()]
+            names = {cls.__module__ for cls in type(optimizer).__mro__[:-1]} - {"builtins", "typing"}
+            muons = compat.muon_replaced(muon) if muon else contextlib.nullcontext()
+            known = KnownValues()
+            with (
+                tensors_of_numbers(),
+                python_on_tape({n: sys.modules[n] for n in names}),
+                muons,
+                known,
+                self.mode,
+            ):
+                own.step(optimizer)
+                if places != [compat.storage_key(m.tensor) for m in self.members.values()]:
+                    raise CaptureError(
+                        f"{own.name}.step assigns .data of a parameter, and a captured step keeps its state where it "
+                        "lies; write in place, as by .data.copy_(...)"
+                    )
+                if optimizer.param_groups is not held or len(held) != len(listed):
+                    raise CaptureError(
+                        f"{own.name}.step changes its list of parameter groups; add groups between steps"
+                    )
+                self._write_back(groups, attributes)
+        except (CaptureError, Again):
+            raise
+        except NotOfHost as found:
+            self._learn_of(found.tensor)
+            raise Again from None
+        except Exception as error:
+            raise CaptureError(self._explained(error)) from error
+        finally:
+            held[:] = listed
+            for group, before in zip(listed, groups, strict=True):
+                group.clear()
+                group.update(before)
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
+            for member in self.members.values():
+                member.tensor.grad = None
+                for key in self._attributes_of(member):
+                    vars(member.tensor).pop(key, None)
+        self.host.state = self.state.form()
+        self.host.form = self.host.state()
+        if not same(own.options(), self.host.expected):
+            raise CaptureError(f"{own.name}.step changes what its attributes hold, which a captured step cannot do")
+        if self.early is None:
+            self._check_decisions()
+
+    def spread_muon(
+        self, _: Callable, params: list[Tensor], grads: list[Tensor], momenta: list[Tensor], **options: Any
+    ) -> None:
+        """torch's ``muon`` over shards."""
+        live = [self.members[id(param)].live for param in params]
+        cuts = [cuts_of(param, self.own.shapes.get(id(param))) for param in live]
+        refuse, self.mode.refuse_shards = self.mode.refuse_shards, None
+        update = Spread(options, partial(self.mode.attribute_to, ""))
+        update.update([Matrix(*given) for given in zip(params, grads, momenta, cuts, strict=True)])
+        self.mode.refuse_shards = refuse
+
+    def _put_stand_ins(self) -> None:
+        optimizer = self.optimizer
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                group[key] = self._moving(index, key, value, lambda index=index: optimizer.param_groups[index])
+            group["params"] = [member.tensor for member in self.groups[index]]
+        for key, value in list(vars(optimizer).items()):
+            vars(optimizer)[key] = self._moving(None, key, value, lambda: vars(optimizer))
+        live = optimizer.state
+        optimizer.state = self.state = States(self, live)
+        for member in self.members.values():
+            member.tensor.grad = member.grad
+            self._of_fakes |= vars(member.tensor).keys()
+            vars(member.tensor).update(self._attributes_of(member))
+            if (held := live.get(member.live)) is not None:
+                content = {key: self._stand_in_of(member, key, value) for key, value in held.items()}
+                dict.__setitem__(self.state, member.tensor, State(content, partial(self.new_state, member)))
+
+    def _moving(self, group: int | None, key: str, value: Any, holder: Callable[[], Any]) -> Any:
+        """An option as ``step`` has it."""
+        if not self.own.learned.is_moving(group, key, value):
+            return value
+        name = f"{'self' if group is None else f'group.{group}'}.{key}"
+        if type(value) in NUMBERS:
+            return wrapped(self.tape, self.count(name, value, (holder, key)))
+        places = (self.count(f"{name}.{i}", v, (lambda: holder()[key], i)) for i, v in enumerate(value))
+        return type(value)(wrapped(self.tape, place) for place in places)
+
+    def _attributes_of(self, member: StandIn) -> dict[str, Any]:
+        """What the user has put on a parameter, such as a factor of its learning rate."""
+        return {} if self.own.is_torchs else vars(member.live)
+
+    def _holder(self, member: StandIn) -> Callable[[], Any]:
+        return lambda: self.optimizer.state[member.live]
+
+    def _stand_in_of(self, member: StandIn, key: str, value: Any) -> Any:
+        """What ``step`` has for the state under ``key``."""
+        spec, names = pytree.tree_structure(value), leaves_of(key, value)
+        found = []
+        for name, leaf in names:
+            if name in member.state:
+                found.append(member.state[name])
+            elif (isinstance(leaf, Tensor) or type(leaf) in NUMBERS) and name == key:
+                found.append(self.stand_for(self.count(f"state.{key}", leaf, (self._holder(member), key))))
+            else:
+                found.append(leaf)
+        self._before[id(member.tensor), key] = spec, found
+        return found[0] if [name for name, _ in names] == [key] else pytree.tree_unflatten(found, spec)
+
+    def new_state(self, member: StandIn, key: str, value: Any) -> Any:
+        """What is kept of state that ``step`` makes."""
+        if self.early is None:
+            return value
+        kept = self.early(self, member, key, value)
+        if not isinstance(kept, dict | list | tuple):  # it may be filled later
+            self._before[id(member.tensor), key] = pytree.tree_structure(kept), [kept]
+            self._made.add((id(member.tensor), key))
+        return kept
+
+    # ---- after the run ----
+
+    def _write_back(self, groups: Sequence[dict], attributes: Mapping[str, Any]) -> None:
+        for member in self.members.values():
+            now = dict.get(self.state, member.tensor, {})
+            if dict.__contains__(self.state, member.tensor) and member.live not in self.state.live:
+                self.host.touched.append(self._holder(member))
+            had = {key for owner, key in self._before if owner == id(member.tensor)}
+            if gone := had - now.keys():
+                raise CaptureError(f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it")
+            for key, value in now.items():
+                try:
+                    self._write_state(member, key, value)
+                except CaptureError:
+                    if self.early is None or (id(member.tensor), key) not in self._made:
+                        raise
+                    self.early.is_early = False  # made of one form, and of another at the end of the first step
+            self._check_attributes(member)
+        if self.optimizer.state is not self.state:
+            raise CaptureError(f"{self.own.name}.step replaces its state as a whole; write into state[parameter]")
+        taken = [part for m in self.members.values() for t in (m.tensor, *m.state.values()) for part in parts_of(t)]
+        values = gradients.unshared([value for _, value in self._assigned], taken)
+        for (before, _), value in zip(self._assigned, values, strict=True):
+            before.copy_(value)
+        self.created = gradients.unshared(self.created, taken)
+        for index, (group, before) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
+            for key, value in group.items():
+                if key != "params":
+                    self._write_option(index, key, before.get(key), value)
+        for key, value in vars(self.optimizer).items():
+            if key not in OF_TORCH:
+                self._write_option(None, key, attributes.get(key), value)
+
+    def _check_attributes(self, member: StandIn) -> None:
+        """Raise if ``step`` has changed what is on a parameter."""
+        held, now = self._attributes_of(member), vars(member.tensor)
+        for key in held.keys() | {key for key in now.keys() - self._of_fakes if not key.startswith("_")}:
+            if now.get(key) is not held.get(key):
+                raise CaptureError(
+                    f"{self.own.name}.step sets {key} of a parameter in Python, which a captured step runs only while "
+                    "it is traced; keep it in the state of the parameter"
+                )
+
+    def _write_state(self, member: StandIn, key: str, value: Any) -> None:
+        holder, known = self._holder(member), self._before.get((id(member.tensor), key))
+        if known is None:
+            self._create_state(member, key, value)
+            return
+        (spec, before), (leaves, now) = known, pytree.tree_flatten(value)
+        if now != spec:
+            raise CaptureError(
+                f"{self.own.name}.step replaces state[{key!r}], and a captured step keeps the form of its state"
+            )
+        for old, new in zip(before, leaves, strict=True):
+            first, place = self._place(old, True), self._place(new)
+            if first is None and isinstance(old, Tensor):
+                if new is not old:
+                    if not isinstance(new, Tensor) or _form(new) != _form(old):
+                        raise CaptureError(
+                            f"{self.own.name}.step replaces state[{key!r}], {old.dtype} of shape {list(old.shape)}, "
+                            "by a value of another form, and a captured step keeps the form of its state"
+                        )
+                    self._assigned += zip(parts_of(old), parts_of(new), strict=True)
+            elif first is None:
+                if new is not old and not same(frozen(old), frozen(new)):
+                    raise CaptureError(
+                        f"{self.own.name}.step sets state[{key!r}] from {old!r} to {new!r} in Python, which a captured "
+                        "step runs only while it is traced; keep numbers under keys of their own"
+                    )
+            elif place is None and isinstance(new, Tensor):
+                raise NotOfHost(old if isinstance(old, Tensor) else new)
+            elif place is None:
+                self._write(self._constant(new), holder, key)
+            elif place != first:
+                self._write(place, holder, key)
+
+    def _create_state(self, member: StandIn, key: str, value: Any) -> None:
+        """State that the step makes: numbers on the host, tensors as outputs of the graph."""
+        leaves, spec = pytree.tree_flatten(value)
+        found: list[int | Wrapped] = []
+        for leaf in leaves:
+            place = self._place(leaf)
+            if place is None and isinstance(leaf, Tensor):
+                inner, wrapping = unwrap(leaf)
+                self.created += inner
+                place = Wrapped(len(inner), wrapping or unwrap(member.live.detach())[1])
+            elif place is None:
+                place = self._constant(leaf)
+            found.append(place)
+        self.host.made.append((self._holder(member), key, found, spec))
+
+    def _write_option(self, group: int | None, key: str, old: Any, value: Any) -> None:
+        learned, where = self.own.learned, f"self.{key}" if group is None else f"group[{key!r}]"
+        optimizer = self.optimizer
+        if value is old or same(frozen(old), frozen(value)):
+            return
+        moving = learned.is_moving(group, key, old)
+        if type(old) in NUMBERS and (is_number(value) or type(value) in NUMBERS):
+            if not moving:
+                learned.moving.add((group, key))
+                raise Again
+            place = self._place(value) if is_number(value) else self._constant(value)
+            if self.tape.entries[place].function is not None:
+                holder = (lambda: vars(optimizer)) if group is None else (lambda: optimizer.param_groups[group])
+                self._write(place, holder, key)
+        elif not (moving and len(value) == len(old) and all(self._is_read(v) for v in value)):
+            raise CaptureError(
+                f"{self.own.name}.step sets {where} in Python, which a captured step runs only while it is traced; "
+                "keep tensors in the state of a parameter"
+            )
+
+    def _is_read(self, value: Any) -> bool:
+        return is_number(value) and self.tape.entries[self._place(value)].function is None
+
+    def _write(self, place: int, holder: Callable[[], Any], key: str) -> None:
+        self.host.writes.setdefault(place, []).append((holder, key))
+
+    def _constant(self, value: Any) -> int:
+        return self.tape.computed(Constant(value), (), value)
+
+    def _place(self, value: Any, first: bool = False) -> int | None:
+        if is_number(value):
+            return value.node.number.place
+        if first:
+            return self._first.get(id(value))
+        return self.mode.place_of(value) if isinstance(value, Tensor) else None
+
+    def _check_decisions(self) -> None:
+        """Raise where Python went by the very value of a number that the step itself changes."""
+        written = {(id(holder()), key) for places in self.host.writes.values() for holder, key in places}
+        counted = {c.place for c in self.host.counts if any((id(holder()), key) in written for holder, key in c.places)}
+        for entry in self.tape.entries:
+            if entry.exact and entry.leaves & counted:
+                raise CaptureError(
+                    f"{self.own.name}.step ({entry.line}) takes the value of a count as a plain number, which a graph "
+                    "would keep; compute with it by Python's operators and math, or keep it in a tensor"
+                )
+
+    def _learn_of(self, tensor: Tensor) -> None:
+        for (owner, key), (_, before) in self._before.items():
+            if any(value is tensor for value in before):
+                self.own.learned.on_tape[key, self.members[owner].tensor.ndim == 0] = False
+                return
+        raise CaptureError(f"{self.own.name}.step writes tensors of the step into a scalar that it made on the host")
+
+    def _explained(self, error: Exception) -> str:
+        where = user_source(error)
+        if not where:
+            frames = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
+            where = next((f"{f}:{n}" for f, n in reversed(frames) if TORCHS in f), "")
+        operator = compat.operator_needing_values(error)
+        if operator is not None:
+            return (
+                f"{self.own.name}.step ({where}) asks for the value of a tensor ({operator}) to go by it in Python, "
+                "which a graph cannot: use torch.where, or capture without an optimizer and step it yourself"
+            )
+        return f"{self.own.name}.step ({where}) cannot be traced: {type(error).__name__}: {first_line(error)}"
