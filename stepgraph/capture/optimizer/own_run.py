@@ -202,7 +202,7 @@ class Run:
         for key, value in list(vars(optimizer).items()):
             vars(optimizer)[key] = self._moving(None, key, value, lambda: vars(optimizer))
         live = optimizer.state
-        optimizer.state = self.state = States(self, live)
+        optimizer.state = self.state = States(self.own, self.members, self.new_state, live)
         for member in self.members.values():
             member.tensor.grad = member.grad
             self._of_fakes |= vars(member.tensor).keys()

@@ -3,18 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from stepgraph import compat
 from stepgraph.capture.optimizer.host import frozen
-from stepgraph.capture.optimizer.own_step import NUMBERS, StandIn
+from stepgraph.capture.optimizer.own_step import NUMBERS, OwnStep, StandIn
 from stepgraph.capture.optimizer.tape import line_in_use
 from stepgraph.errors import CaptureError
-
-if TYPE_CHECKING:
-    from stepgraph.capture.optimizer.own_run import Run
 
 Tensor = torch.Tensor
 pytree = compat.pytree
@@ -51,15 +48,15 @@ class States(defaultdict):
     """``optimizer.state`` while ``step`` is traced. ``read``: the stand-ins whose state was read. ``asked``: what was
     looked up in it, by stand-in or key. ``is_whole``: whether all keys were read. ``live``: the optimizer's."""
 
-    def __init__(self, run: "Run", live: Mapping):
+    def __init__(self, own: OwnStep, members: Mapping[int, StandIn], new_state: Callable, live: Mapping):
         super().__init__()
-        self._run, self.live = run, live
+        self._own, self._members, self._new_state, self.live = own, members, new_state, live
         self.read: dict[int, StandIn] = {}
         self.asked: list[Any] = []
         self.is_whole = False
 
     def __getitem__(self, param: Any) -> State:
-        if (member := self._run.members.get(id(param))) is not None:
+        if (member := self._members.get(id(param))) is not None:
             self.read[id(param)] = member
         return super().__getitem__(param)
 
@@ -69,7 +66,7 @@ class States(defaultdict):
 
     def __contains__(self, param: Any) -> bool:
         self.asked.append(param)
-        if id(param) not in self._run.members and param in self.live:
+        if id(param) not in self._members and param in self.live:
             self._refuse(param)
         return super().__contains__(param)
 
@@ -88,7 +85,7 @@ class States(defaultdict):
     def _all(self) -> None:
         """All keys are read; each must be a parameter's."""
         self.is_whole = True
-        known = {id(member.live): member for member in self._run.members.values()}
+        known = {id(member.live): member for member in self._members.values()}
         for key in self.live:
             if id(key) not in known:
                 self._refuse(key)
@@ -115,9 +112,9 @@ class States(defaultdict):
         return super().items()
 
     def _refuse(self, key: Any) -> NoReturn:
-        what = f"a {type(key).__name__}" if id(key) not in self._run.members else "a parameter, but no dict"
+        what = f"a {type(key).__name__}" if id(key) not in self._members else "a parameter, but no dict"
         raise CaptureError(
-            f"{self._run.own.name}.step ({line_in_use()}) keeps state of {what}; a captured step takes a dict for "
+            f"{self._own.name}.step ({line_in_use()}) keeps state of {what}; a captured step takes a dict for "
             "each parameter that has a gradient"
         )
 
@@ -125,10 +122,10 @@ class States(defaultdict):
         """What gives, before each call, the form of what was read: keys, in order, and values that a graph keeps."""
         read, keys, is_whole = [member.live for member in self.read.values()], [], self.is_whole
         for key in self.asked:
-            member = self._run.members.get(id(key))
+            member = self._members.get(id(key))
             keys.append(key if member is None else member.live)
-        optimizer = self._run.optimizer  # a loaded checkpoint replaces its state
-        members = () if self._run.own.is_torchs else [member.live for member in self._run.members.values()]
+        optimizer = self._own.optimizer  # a loaded checkpoint replaces its state
+        members = () if self._own.is_torchs else [member.live for member in self._members.values()]
 
         def form() -> tuple:
             state = optimizer.state
@@ -139,9 +136,9 @@ class States(defaultdict):
         return form
 
     def __setitem__(self, param: Any, state: Any) -> None:
-        member = self._run.members.get(id(param))
+        member = self._members.get(id(param))
         if member is None or not isinstance(state, dict):
             self._refuse(param)
-        kept = State({}, partial(self._run.new_state, member))
+        kept = State({}, partial(self._new_state, member))
         super().__setitem__(param, kept)
         kept.update(state)
