@@ -21,7 +21,7 @@ from stepgraph.config.hf_weights import check_files, load_hf
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.expert_chunks import Chosen, choose
 from stepgraph.costs.expert_chunks import Layer as ExpertLayer
-from stepgraph.kernels.quant import quantize_linear
+from stepgraph.kernels.quant import QuantizedWeight, quantize_experts, quantize_linear
 from stepgraph.lower import StepSpec
 from stepgraph.models import config_from_hf, family_of, next_token_loss
 from stepgraph.models.preference import answer_log_probs, preference_loss
@@ -140,10 +140,16 @@ def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.M
     return model
 
 
-def _quantize(kind: str, device: torch.device, back: bool, model: Any) -> list[str]:
-    """Quantize the linear layers of a model of transformers but its head, on ``device``; their paths."""
+def _quantize(
+    kind: str, device: torch.device, back: bool, model: Any, experts: bool
+) -> tuple[dict[str, QuantizedWeight], str]:
+    """Quantize the linear layers of a model of transformers but its head, or its ``experts``, on ``device``: the new
+    weights by the names of the old, and a line about those that stay."""
+    if experts:
+        return quantize_experts(model, kind, device=device, back=back)
     skip = [path for path, module in model.named_modules() if module is model.get_output_embeddings()]
-    return quantize_linear(model, kind, skip=skip, device=device, back=back)
+    paths = quantize_linear(model, kind, skip=skip, device=device, back=back)
+    return {f"{path}.weight": model.get_submodule(path) for path in paths}, ""
 
 
 def _pipeline(config: TrainConfig, model: nn.Module, mesh: parallel.Mesh) -> parallel.Pipeline:

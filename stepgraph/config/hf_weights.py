@@ -159,9 +159,9 @@ def _save_transformers(model: CausalLM, folder: Path, tokens: Mapping[str, int |
     base: list[nn.Module] = []  # rank 0's
     if model.lora:
         ranks.first(lambda: base.append(model.read_base()))
-    for path, weight in model.dequantized():  # the adapter was trained next to what the bits say
+    for name, weight in model.dequantized():  # the adapter was trained next to what the bits say
         for one in base:
-            one.get_submodule(path).weight.data.copy_(weight)
+            one.get_parameter(name).data.copy_(weight)
     ranks.first(lambda: model.save(folder, tokens, state, next(iter(base), None)))
 
 

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -198,6 +199,19 @@ def model_line(config: TrainConfig, params: int) -> str:
     if hasattr(config.model, "moe"):
         size += f", {config.model.num_params(active=True):,} of them active per token"
     return f"model {config.preset}: {size}; {config.precision}"
+
+
+def quantized_words(config: TrainConfig, model: Any) -> str:
+    """How many weights of a model with LoRA are quantized, their bytes, and those that stay; empty without any."""
+    if config.quantize is None:
+        return ""
+    experts = sum(len(weight.shape) == 3 for weight in model.quantized.values())
+    layers = f"{len(model.quantized) - experts} frozen layers" + (
+        f" and {experts} weights of experts" if experts else ""
+    )
+    was, now = (sum(sizes) / 2**20 for sizes in zip(*(w.sizes() for w in model.quantized.values()), strict=True))
+    stays = f"; {model.unquantized}" if model.unquantized else ""
+    return f"; {layers} in {config.quantize}, {now:,.1f} MiB instead of {was:,.1f}{stays}"
 
 
 def mesh_line(config: TrainConfig) -> str:

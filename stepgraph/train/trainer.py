@@ -188,8 +188,7 @@ class Run:
         if config.lora is not None:
             trained = parallel.local_parts(self.model)  # whose shapes are without padding
             trained = sum(trained[n].shape.numel() for n, p in self.model.named_parameters() if p.requires_grad)
-            quantized = f"; {len(self.model.quantized)} frozen layers in {config.quantize}" if config.quantize else ""
-            self.say(f"lora {config.lora}: {trained:,} trained{quantized}")
+            self.say(f"lora {config.lora}: {trained:,} trained{start.quantized_words(config, self.model)}")
         self.say(start.mesh_line(config))
         self.page = RunPage(path, config, device, self.say) if self.speaks else None
         self.profile = self._profile() if config.profile else None

@@ -23,7 +23,7 @@ from stepgraph.costs.memory import peak_bytes
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER
 from stepgraph.graph.values import Gradient, OptimizerState, Parameter
 from stepgraph.integrations import GraphTrainer
-from stepgraph.kernels.quant import quantize_linear
+from stepgraph.kernels.quant import quantize_experts, quantize_linear
 from stepgraph.options import StepOptions
 from stepgraph.parallel import layouts, mean_over_mesh, parallelize
 from stepgraph.train.saved_model import load_trained
@@ -39,14 +39,17 @@ ADAPTED = ["q_proj", "v_proj", "up_proj"]
 
 def adapted(kind, layers=1):
     """The same on every rank; B is drawn, so that A has a gradient."""
-    base = build_hf("qwen3-moe" if kind == "experts" else "llama3.2", num_hidden_layers=layers)
+    base = build_hf("qwen3-moe" if "experts" in kind else "llama3.2", num_hidden_layers=layers)
     if kind in ("nf4", "fp8"):
         quantize_linear(base, kind, skip=["lm_head"])
     targets = dict(target_modules=ADAPTED, use_dora=kind == "dora")
-    if kind == "experts":
+    if "experts" in kind:
         targets = dict(target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     lora = peft.LoraConfig(r=4, init_lora_weights=False, **targets)
-    return peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+    model = peft.get_peft_model(base, lora, autocast_adapter_dtype=False)
+    if kind == "nf4-experts":
+        assert len(quantize_experts(model, "nf4")[0]) == 2
+    return model
 
 
 def _optimizer(model):
@@ -54,7 +57,7 @@ def _optimizer(model):
 
 
 @pytest.mark.parametrize(
-    "kind", ["nf4", *(pytest.param(kind, marks=LONG) for kind in ("whole", "fp8", "dora", "experts"))]
+    "kind", ["nf4", *(pytest.param(kind, marks=LONG) for kind in ("whole", "fp8", "dora", "experts", "nf4-experts"))]
 )
 def test_own_loop(kind):
     on_ranks(2, _own_loop, kind)
@@ -76,7 +79,9 @@ def _own_loop(kind):
     assert expected[2] < expected[0]
 
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    assert len(trained) == {"dora": 9, "experts": 4}.get(kind, 6) and all("lora_" in name for name in trained)
+    assert len(trained) == {"dora": 9, "experts": 4, "nf4-experts": 4}.get(kind, 6) and all(
+        "lora_" in name for name in trained
+    )
     assert {i.what.parameter for i in step.graph.inputs if isinstance(i.what, OptimizerState)} == trained
     assert {what.parameter for what in step.graph.outputs if isinstance(what, Gradient)} <= trained
 
@@ -86,7 +91,7 @@ def _own_loop(kind):
 
     shards = {name: param.to_local() for name, param in model.named_parameters()}
     packed = {name: shard.nbytes for name, shard in shards.items() if shard.dtype == torch.uint8}
-    assert bool(packed) == (kind in ("nf4", "fp8"))
+    assert bool(packed) == (kind in ("nf4", "fp8", "nf4-experts"))
     # Frozen embeddings need no gradient of the first layer's input, and nothing else is gathered twice than is read.
     again = sum(size for name, size in packed.items() if not any(n in name for n in ("q_proj", "k_proj", "v_proj")))
     assert moved(ALL_GATHER, torch.uint8) == 2 * (sum(packed.values()) + (again if kind == "nf4" else 0))

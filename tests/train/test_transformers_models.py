@@ -222,14 +222,20 @@ def test_lora_from_start_to_an_adapter(folder, form, capsys):
     assert saved and all("lora_" in name for name in saved)  # frozen weights are not
 
 
-@pytest.mark.long
-def test_lora_of_experts_from_start_to_an_adapter(folder, capsys):
-    peft = pytest.importorskip("peft")
+@pytest.fixture(scope="module")
+def moe(folder):
+    """A checkpoint of experts that share parameters: 4 of 32 x 32 and 4 of 32 x 16 values."""
     experts = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8)
     shutil.copytree(folder / "base", folder / "moe")
     (folder / "moe" / "model.safetensors").unlink()
     config = transformers.Qwen3MoeConfig(**ROPE | {"num_hidden_layers": 1}, **experts)
+    torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "moe")
+
+
+@pytest.mark.long
+def test_lora_of_experts_from_start_to_an_adapter(folder, moe, capsys):
+    peft = pytest.importorskip("peft")
     out, options = folder / "out-moe", ["--lora", "r=8,targets=q_proj+experts", "--lr", 3e-2, "--verify"]
     assert (
         train(folder, "--init-from-hf", folder / "moe", *options, "--out", folder / "run-moe", "--export-hf", out) == 0
@@ -321,6 +327,32 @@ def test_lora_next_to_quantized_weights(folder, kind, capsys):
     assert not torch.equal(base.model.layers[0].mlp.up_proj.dequantize(), plain)
     adapted = peft.PeftModel.from_pretrained(base, exported / "adapter")
     tokens = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["nf4", pytest.param("fp8", marks=pytest.mark.long)])
+def test_lora_of_quantized_experts(folder, moe, kind, capsys):
+    peft = pytest.importorskip("peft")
+    from stepgraph.kernels.quant import quantize_experts, quantize_linear
+
+    out, exported = folder / f"run-moe-{kind}", folder / f"out-moe-{kind}"
+    options = ["--init-from-hf", folder / "moe", "--lora", "r=8,targets=q_proj+experts", "--quantize", kind]
+    options += ["--seq-len", 48, "--steps", 4, "--lr", 3e-2, "--verify"]
+    assert train(folder, *options, "--out", out, "--export-hf", exported) == 0
+    printed = capsys.readouterr().out
+    assert "bitwise equal" in printed and f"; 4 frozen layers and 2 weights of experts in {kind}, 0.0 MiB" in printed
+    assert "2 dequantized weights are not kept for backward" in (out / "passes.txt").read_text()
+    losses = records(out, "loss")
+    assert losses[-1] < losses[0] - 0.05
+
+    merged = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "moe")
+    quantize_linear(base, kind, skip=["lm_head"])
+    adapted = peft.PeftModel.from_pretrained(base, exported / "adapter")
+    made, stays = quantize_experts(adapted, kind)
+    assert len(made) == 2 and not stays
+    tokens = torch.arange(3, 27).view(2, 12)
     with torch.no_grad():
         torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
 

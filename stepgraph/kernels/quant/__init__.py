@@ -1,7 +1,9 @@
-"""Frozen weights in fewer bits: NF4 as bitsandbytes has it, fp8, and linear layers that hold them."""
+"""Frozen weights in fewer bits: NF4 as bitsandbytes has it, fp8, and linear layers and experts that hold them."""
 
+from stepgraph.kernels.quant.experts import quantize_experts
 from stepgraph.kernels.quant.linear import KINDS, Fp8Linear, Nf4Linear, QuantizedLinear, quantize_linear
 from stepgraph.kernels.quant.nf4 import Quantized, dequantize_4bit, quantize
+from stepgraph.kernels.quant.weight import QuantizedWeight
 
 __all__ = [
     "KINDS",
@@ -9,7 +11,9 @@ __all__ = [
     "Nf4Linear",
     "Quantized",
     "QuantizedLinear",
+    "QuantizedWeight",
     "dequantize_4bit",
     "quantize",
+    "quantize_experts",
     "quantize_linear",
 ]

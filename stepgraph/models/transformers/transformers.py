@@ -78,8 +78,9 @@ class CausalLM(nn.Module):
     """A model of transformers: tokens (B, T) int64 -> logits (B, T, V).
 
     ``weights``: whether to read the weights in the folder, in ``dtype``; otherwise transformers draws them. ``lora``:
-    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA, replaces layers
-    of a model that is on the CPU by ones that have ``dequantize(dtype)``, on the device of the run; their paths.
+    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA, replaces weights of a
+    model that is on the CPU by their bits, on the device of the run, those of experts after the adapter is there; what
+    has ``dequantize(dtype)`` by the weights' names, and a line about those that stay.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class CausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         weights: bool = False,
         lora: Any = None,
-        quantize: Callable[[nn.Module], list[str]] | None = None,
+        quantize: Callable[[nn.Module, bool], tuple[Mapping[str, Any], str]] | None = None,
     ):
         super().__init__()
         from transformers import AutoModelForCausalLM
@@ -110,7 +111,7 @@ class CausalLM(nn.Module):
             found = _config(config.folder)
             with _explained(config.folder):
                 self.inner = AutoModelForCausalLM.from_config(found, **options)
-        self.quantized = [] if quantize is None else quantize(self.inner)
+        self.quantized = {} if quantize is None else dict(quantize(self.inner, False)[0])
         if lora is not None:
             import peft
 
@@ -124,6 +125,10 @@ class CausalLM(nn.Module):
                 raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
             for param in (p for p in self.inner.parameters() if p.requires_grad):
                 param.data = param.data.to(dtype)  # peft's own choice next to a quantized weight is fp32
+        self.unquantized = ""
+        if quantize is not None:
+            experts, self.unquantized = quantize(self.inner.get_base_model(), True)
+            self.quantized |= {path.replace(".base_layer", ""): weight for path, weight in experts.items()}
         self.inner.train()
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -191,10 +196,9 @@ class CausalLM(nn.Module):
             return AutoModelForCausalLM.from_pretrained(self.config.folder, dtype="auto", local_files_only=True)
 
     def dequantized(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The path in `read_base` and the weight, fp32, of each quantized layer. All ranks of a parallel model call."""
-        ours = dict(self.inner.get_base_model().named_modules()) if self.quantized else {}
-        for path in self.quantized:
-            yield path, ours.get(f"{path}.base_layer", ours[path]).dequantize(torch.float32)
+        """The name in `read_base` and the values, fp32, of each quantized weight. All ranks of a mesh call."""
+        for name, weight in self.quantized.items():
+            yield name, weight.dequantize(torch.float32)
 
     def save(
         self, folder: Path, tokens: Mapping[str, int | None], state: dict[str, torch.Tensor], base: nn.Module | None

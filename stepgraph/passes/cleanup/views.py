@@ -16,11 +16,14 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
     """Drop views, and chains of views, that give back what they started from.
 
     Before -> after: ``t(t(x))`` -> ``x``; ``view(x, x.shape)``, ``detach(x)``, ``alias(x)``, ``expand(x, x.shape)``
-    -> ``x``. A view is dropped if a tensor earlier in its chain has the same shape, strides and offset. An input is
-    not returned itself, and a tensor that is reshaped in place replaces no other.
+    -> ``x``, and ``x.set_(x)``, which ``torch.nn.utils.parametrize`` writes. A view is dropped if a tensor earlier in
+    its chain has the same shape, strides and offset. An input is not returned itself, and a tensor that is reshaped in
+    place replaces no other.
     """
     returned = set(step.graph.output_node().all_input_nodes)
     for node in list(step.graph.nodes):
+        if node.target is torch.ops.aten.set_.source_Tensor and node.args[0] is node.args[1]:
+            replace(node, node.args[0])
         if not is_view(node) or not is_overload(node):
             continue
         report.matched += 1

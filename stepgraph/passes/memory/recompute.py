@@ -24,6 +24,7 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import EXPENSIVE, is_pure, is_view, tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, role_of, set_provenance
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Buffer, Parameter
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.memory.policy import POLICIES, MemoryPolicy, module_actions, parse_policy
 
@@ -62,12 +63,15 @@ def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> Non
     else:
         dropped = plan.dropped("none" if options.policy == "peak" else options.policy)
     dropped = plan.by_module(dropped, options.modules)
+    weights = len(plan.dequantized() & plan.saved.keys())
     kept, marked = plan.kept_bytes(dropped), len(plan.checkpointed())
     report.changed = plan.rewrite(dropped)
     report.summary = (
         f"policy {options.policy}: {report.changed} nodes computed again; kept for backward "
         f"{_size(kept)} of {_size(everything)}"
     )
+    if weights:
+        report.notes.append(f"{weights} dequantized weights are not kept for backward, under any policy")
     if marked:
         report.notes.append(f"{marked} results inside torch.utils.checkpoint calls are recomputed, as they ask")
 
@@ -143,7 +147,7 @@ class Plan:
         Recomputing a small result may need a large one that was not kept before: a stronger policy that would keep
         more gives way to the weaker one.
         """
-        marked = self.checkpointed()
+        marked = self.checkpointed() | self.dequantized()
         choices = [marked, marked | self.selective(), marked | self.full()]
         return min(choices[: 1 + POLICIES.index(policy)], key=self.kept_bytes)
 
@@ -192,6 +196,23 @@ class Plan:
         inside = (n for n in self.candidates() if self.block[n] is not None or not (self.step.blocks or n in end))
         return {n for n in inside if not self.crosses(n, self.block)}
 
+    def dequantized(self) -> set[fx.Node]:
+        """Weights made of bits that forward and backward read, and what is made of these and other weights alone: of
+        these the bits are kept, whatever the policy."""
+        held = {node for node, what in self.step.bound() if isinstance(what, (Parameter, Buffer))}
+        found: set[fx.Node] = set()
+        for root in self.nodes:
+            if root.op != "call_function" or self.aliases.root(root) is not root:
+                continue
+            sources = [self.aliases.root(source) for source in root.all_input_nodes]
+            if sources and held.issuperset(sources):
+                held.add(root)
+                packed = (s in found or getattr(s.meta["val"], "dtype", None) == torch.uint8 for s in sources)
+                value = root.meta.get("val")
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and any(packed):
+                    found.add(root)
+        return {root for root in found if self._repeatable.get(root)}
+
     def selective(self) -> set[fx.Node]:
         """Cheap operators, in chains of at most ``MAX_CHAIN``, that do not cross blocks."""
         dropped: set[fx.Node] = set()
@@ -220,7 +241,7 @@ class Plan:
 
         None: even ``full`` keeps more.
         """
-        marked, full = self.checkpointed(), self.dropped("full")
+        marked, full = self.dropped("none"), self.dropped("full")
         if self.kept_bytes(full) > limit:
             return None
         order = sorted(full - marked, key=self._cost)
