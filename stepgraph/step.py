@@ -355,6 +355,8 @@ class CapturedStep:
             passes = resolve(spec.passes, spec.disable, Target.on(spec.device))
             rewriting = Rewriting(apply, passes, spec.device, spec.pipeline)
             self.saved = self._store.rewrite(traced, rewriting, together=not self._forms)
+        if self._update:
+            self._update.settle(traced.program, traced.slots)
         bound = BoundStep(traced, self._update, self._session, self._accumulators)
         self._forms.keep(signature, bound)
         return bound

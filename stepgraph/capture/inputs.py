@@ -8,7 +8,7 @@ import torch
 
 from stepgraph import compat
 from stepgraph.capture import gradients
-from stepgraph.capture.optimizer import Update
+from stepgraph.capture.optimizer import Update, host_state
 from stepgraph.capture.state import Slot, Wrapping, unwrap
 from stepgraph.graph.step_graph import InputSpec
 from stepgraph.graph.values import Accumulator, BatchLeaf, Before, GroupValue, HostValue, Input, OptimizerState, Ratio
@@ -100,7 +100,8 @@ def add_optimizer(
         i = index_of[id(param)]
         where = {}
         for key, value in state.items():
-            device = inputs.fakes[entries[i][0]][0].device if update.stays_on_host(param, value) else None
+            # State may be on the host; it is traced as if it were not.
+            device = inputs.fakes[entries[i][0]][0].device if host_state.stays(value, param) else None
             where[key], _ = inputs.add(partial(OptimizerState, slots[i].name, key), value, device)
         # A step count on the host: parameters may differ in it.
         fused = group["options"].get("fused") or not update.has_lr_input(group_index)

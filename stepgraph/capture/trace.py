@@ -1,6 +1,7 @@
 """Training step -> `StepGraph`: one `make_fx` trace over fake tensors of forward, loss, backward, clip and update."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ def trace_step(
     ones: Sequence[int] = (),
     replays: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
-    host_state: bool = False,
+    room: float = math.inf,
 ) -> Traced:
     """Capture one training step of ``model``.
 
@@ -121,8 +122,9 @@ def trace_step(
     rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph of the update
     that of the parameters that are here, with the others on the meta device. ``replays``: whether what ``loss_fn``
     reads of values may be answered after the step, see `stepgraph.capture.python.replay`. ``shapes``: of whole
-    parameters whose shards may be padded, by name. ``host_state``: whether the optimizer's state is to be in host
-    memory; it is traced as on its parameter's device, and the pass ``offload_optimizer`` must follow.
+    parameters whose shards may be padded, by name. ``room``: bytes of the optimizer's state that may be on the
+    GPU; what is beyond goes to host memory. All is traced as on its parameter's device: `Update.settle` puts it where
+    the rewritten graphs have it.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -133,7 +135,7 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
-    given = (*given, shapes, host_state)
+    given = (*given, shapes, room)
     failed: ReplayError | None = None
     for fill in FILLS if replays else ():
         try:
@@ -201,7 +203,7 @@ class StepTrace:
         exact: bool = False,
         ones: Sequence[int] = (),
         shapes: Mapping[str, Sequence[int]] | None = None,
-        host_state: bool = False,
+        room: float = math.inf,
         fill: float | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
@@ -221,7 +223,7 @@ class StepTrace:
         self.tensor_leaves = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)]
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
         sizes = {id(slot.tensor): shapes[slot.name] for slot in self.slots if slot.name in (shapes or {})}
-        self.update = Update(optimizer, sizes, host_state) if optimizer is not None else None
+        self.update = Update(optimizer, sizes, room) if optimizer is not None else None
         checks.check_owned(self.update, self.slots)
         checks.check_layouts(self.slots)
         checks.check_no_parameters(leaves, self.slots)

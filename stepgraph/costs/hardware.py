@@ -59,6 +59,36 @@ def free_host_memory() -> float | None:
     return max(free, 0) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def host_text(device: torch.device, system: Path = Path("/sys")) -> str:
+    """One line: the host memory that this rank may take, and where it lies for the GPU ``device``; empty for a CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    gpu = torch.cuda.get_device_properties(device)
+    place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    free, near, nodes = free_host_memory(), -1, []
+    with contextlib.suppress(OSError, ValueError):  # a virtual machine may not say
+        near = int((system / "bus/pci/devices" / place / "numa_node").read_text())
+        mine = os.sched_getaffinity(0)
+        for node in (system / "devices/system/node").glob("node[0-9]*"):
+            if mine & _numbers((node / "cpulist").read_text()):
+                nodes.append(int(node.name.removeprefix("node")))
+    line = f"host memory: {'unknown' if free is None else f'{free / 2**30:.1f} GiB'} free for this rank"
+    if near < 0 or not nodes:
+        return f"{line}; the GPU's NUMA node is unknown"
+    if nodes == [near]:
+        return f"{line}, on the GPU's NUMA node {near}"
+    return (
+        f"{line}; the GPU is on NUMA node {near} and this process may run on {', '.join(map(str, sorted(nodes)))}: "
+        f"numactl --cpunodebind={near} --membind={near} keeps copies from crossing"
+    )
+
+
+def _numbers(text: str) -> set[int]:
+    """Those of a list such as ``0-3,8``."""
+    ends = (part.partition("-") for part in text.strip().split(",") if part)
+    return {n for first, _, last in ends for n in range(int(first), int(last or first) + 1)}
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU. ``devices``: regular expression that the whole device name, as torch gives it, matches. ``flops``: peak

@@ -172,18 +172,18 @@ def _collective(node: fx.Node, kind: str, group: Group, dtype: torch.dtype, nbyt
     )
 
 
-# What passes ask: of kernels that nothing is fused into yet, on the GPU that decisions assume.
+# What passes ask, on the GPU that decisions assume; mostly of kernels that nothing is fused into yet.
 
 
-def assumed_seconds(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Seconds of every node that computes."""
+def assumed_seconds(graph: fx.Graph, fused: bool = False) -> dict[fx.Node, float]:
+    """Seconds of every node that computes. ``fused``: as a compiler joins them."""
     aliases = Aliases(graph)
-    return Roofline(graph, aliases, Fusion(graph, aliases, fused=False), ASSUMED).seconds
+    return Roofline(graph, aliases, Fusion(graph, aliases, fused), ASSUMED).seconds
 
 
-def assumed_timeline(graph: fx.Graph) -> Timeline:
+def assumed_timeline(graph: fx.Graph, fused: bool = False) -> Timeline:
     """One step as it is forecast to run."""
-    return simulate(graph, assumed_seconds(graph), ASSUMED, links.groups_of(graph.nodes))
+    return simulate(graph, assumed_seconds(graph, fused), ASSUMED, links.groups_of(graph.nodes))
 
 
 def exposed(graph: fx.Graph) -> tuple[float, float]:

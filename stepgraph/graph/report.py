@@ -31,7 +31,7 @@ class PassReport:
     no pass may follow in another run of passes. ``graph``: which of a step's graphs it was. ``excerpts``: of what it
     changed, before and after. ``peak``: bytes at the graph's peak as `fit_memory` counts them. ``peak_curve``: (bytes
     at the step's peak, seconds that it costs), from where all is kept to the least. ``peak_chosen``: the same of what
-    was chosen.
+    was chosen. ``added_s``: seconds that a step takes longer for what the pass copies, as forecast.
     """
 
     name: str
@@ -51,6 +51,7 @@ class PassReport:
     peak: int = 0
     peak_curve: list[tuple[int, float]] = field(default_factory=list)
     peak_chosen: tuple[int, float] | None = None
+    added_s: float = 0.0
 
     @property
     def acted(self) -> bool:

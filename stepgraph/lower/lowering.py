@@ -12,7 +12,7 @@ from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.errors import warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
-from stepgraph.lower.peak import fitted
+from stepgraph.lower.peak import fitted, room_for_state
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
 from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, run_passes, split_at_pipeline_cut
@@ -48,7 +48,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
         ones=spec.ones,
         replays=spec.replays,
         shapes=spec.placement and {name: layout.shape for name, layout in spec.placement.layouts.items()},
-        host_state=spec.offloads_optimizer,
+        room=room_for_state(spec, target),
     )
 
 

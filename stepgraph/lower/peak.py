@@ -2,18 +2,31 @@
 
 `fit_memory` counts one graph, in the middle of the passes. What the whole step takes follows from rewriting it without
 compiling: gathered parameters, fusion, accumulation, and the microbatches that a pipeline has in flight. A few of these
-rewritings find the limit for the graphs.
+rewritings find the limit for the graphs. Optimizer state goes to the host where the curve of time over peak says that
+recomputation and offload cost more for as many bytes, or do not suffice; the shorter of the two steps is taken.
 """
 
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import torch
+from torch import fx
+
+from stepgraph import compat
+from stepgraph.capture.state import unwrap
+from stepgraph.costs.hardware import host_copy_seconds
 from stepgraph.costs.memory import peak_bytes, state_bytes
+from stepgraph.costs.timeline import assumed_timeline
+from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.host_copies import on_host
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.values import OptimizerState
 from stepgraph.lower.spec import StepSpec
 from stepgraph.passes import Pass, Target, resolve
 from stepgraph.passes.memory.policy import check_modules
+from stepgraph.passes.optimizer.offload import state_sizes
 
 #: What torch's allocator reserves beyond what is allocated: a share of all but parameters and optimizer state, which
 #: are allocated once; and workspaces of cuBLAS. Not measured for each model.
@@ -45,24 +58,59 @@ def fitted(
         return spec, target
     asked = fit.peak_bytes
     where = replace(where, memory=asked)  # other passes' budget too
-    search = _Search(program, replace(spec, passes=passes, disable=()), where, asked, rewritten)
-    return replace(spec, passes=search.passes(search.best()), disable=()), where
+    held = _locked_bytes(program)
+    if where.host_memory is not None:
+        where = replace(where, host_memory=where.host_memory + held)
+    search = _Search(program, replace(spec, passes=passes, disable=()), where, asked, rewritten, held)
+    found = search.best()
+    if where.host_memory is not None and not where.simulated:  # what is left for activations
+        where = replace(where, host_memory=where.host_memory - sum(map(tensor_bytes, _state_on_host(found.made))))
+    return replace(spec, passes=search.passes(found), disable=()), where
+
+
+def room_for_state(spec: StepSpec, target: Target | None) -> float:
+    """Bytes of optimizer state that may be on the GPU when the step of ``spec`` is traced, before it is known how much
+    is to stay there: as much as the peak that was asked for leaves."""
+    passes = {p.name: p.options for p in resolve(spec.passes, spec.disable, target or Target.on(spec.device))}
+    offload, fit = passes.get("offload_optimizer"), passes.get("fit_memory")
+    if offload is not None and offload.state:
+        return 0.0
+    if offload is None or fit is None or not spec.backward:
+        return math.inf
+    parts = [part for p in spec.model.parameters() for part in unwrap(p.detach())[0] if not part.is_meta]
+    return max(fit.peak_bytes - sum(part.nbytes for part in parts), 0.0)
+
+
+def _state_on_host(program: StepProgram) -> list[fx.Node]:
+    return [n for step in program.graphs.values() for n in step.placeholders(OptimizerState) if on_host(n)]
+
+
+def _locked_bytes(program: StepProgram) -> int:
+    """Bytes of optimizer state that lie in page-locked memory already."""
+    live = [s.tensor for step in program.graphs.values() for s in step.inputs if isinstance(s.what, OptimizerState)]
+    plain = [t for t in live if t is not None and t.device.type == "cpu" and not compat.is_fake(t)]
+    return sum(t.nbytes for t in plain if t.is_pinned()) if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)
 class _Try:
     """A rewriting under a ``limit``: bytes at the ``peak`` of the whole step, and of the largest graph as `fit_memory`
-    counts it. ``tiles``: of the sequence; None: as many as were asked for."""
+    counts it. ``tiles``: of the sequence; None: as many as were asked for. ``state``: bytes of optimizer state on the
+    host. ``curve``: (bytes at the peak of the whole step, seconds that it costs) as far as `fit_memory` lowers it."""
 
-    limit: float
-    peak: float
-    graph: float
-    part_bytes: int | None
+    limit: float = math.inf
+    part_bytes: int | None = None
     tiles: int | None = None
+    state: float = 0.0
+    peak: float = 0.0
+    graph: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    made: StepProgram = field(default_factory=lambda: StepProgram({}, []), compare=False, repr=False)
 
 
 class _Search:
-    """Rewritings of copies of ``program``, for a peak of ``asked`` bytes."""
+    """Rewritings of copies of ``program``, for a peak of ``asked`` bytes. ``held``: bytes of optimizer state that are
+    on the host: they stay there, or a step's forms for other batches would be captured again and again."""
 
     def __init__(
         self,
@@ -71,9 +119,13 @@ class _Search:
         target: Target,
         asked: float,
         rewritten: Callable[[StepProgram, StepSpec, Target | None], StepProgram],
+        held: int,
     ):
         self.program, self.spec, self.target, self.asked, self.rewritten = program, spec, target, asked, rewritten
         self.fused = any(p.name == "fit_memory" and p.options.compiled for p in spec.passes)
+        self.state = held if any(p.name == "offload_optimizer" and not p.options.state for p in spec.passes) else 0
+        self.stays = ""
+        """Why the optimizer's state cannot go to the host."""
 
     def passes(self, found: _Try) -> list[Pass]:
         """The passes of the step with what was ``found``."""
@@ -86,42 +138,94 @@ class _Search:
                 p = p.with_options(part_bytes=found.part_bytes)
             elif p.name == "tile_sequence" and found.tiles:
                 p = p.with_options(tiles=found.tiles)
+            elif p.name == "offload_optimizer" and found.state:
+                p = p.with_options(state=found.state)
             made.append(p)
         return made
 
-    def attempt(self, limit: float, part_bytes: int | None = None, tiles: int | None = None) -> _Try:
-        """What the step takes where `fit_memory` has this ``limit``."""
-        unknown = _Try(limit, 0.0, 0.0, part_bytes, tiles)
+    def attempt(self, like: _Try, **changes: float | None) -> _Try:
+        """What the step takes with the choices of ``like`` and ``changes``."""
+        unknown = replace(like, peak=0.0, graph=0.0, **changes)
         simulated = replace(self.target, simulated=True)
         made = self.rewritten(self.program, replace(self.spec, passes=self.passes(unknown)), simulated)
         peak = peak_bytes(made, fused=self.fused)
         if self.target.device == "cuda":
             peak += _FRAGMENTED * (peak - state_bytes(made)) + _WORKSPACES
-        return replace(unknown, peak=peak, graph=max((r.peak for r in made.reports), default=0))
+        report = max(made.reports, key=lambda report: report.peak, default=None)
+        graph, points = (report.peak, report.peak_curve) if report else (0, [])
+        curve = tuple((peak - graph + size, price) for size, price in points)
+        return replace(unknown, peak=peak, graph=graph, curve=curve, made=made)
 
     def best(self) -> _Try:
-        """The rewriting that keeps most, of those tried that take at most what was asked for; in the fewest tiles."""
+        """Of the rewritings that were tried and take at most what was asked for, the shortest step."""
         search = any(p.name == "tile_sequence" and p.options.search for p in self.spec.passes)
-        least = self._best()
+        tried = [least := self._best(_Try(state=self.state))]
+        if least.limit < math.inf or least.peak > self.asked:
+            tried.append(self._with_state(least))
         for tiles in _TILES if search else ():
-            if least.peak > self.asked:
-                least = min(least, self._best(tiles), key=lambda found: found.peak)
-        if least.peak <= self.asked:
-            return least
+            if min(found.peak for found in tried) > self.asked:
+                tried.append(self._best(_Try(tiles=tiles, state=self.state)))
+                tried.append(self._with_state(tried[-1]))
+        met = [found for found in tried if found.peak <= self.asked]
+        if met:
+            return met[0] if len(met) == 1 else min(met, key=self._seconds)
+        least = min(tried, key=lambda found: found.peak)
         enough = math.ceil(least.peak / 2**30 * 1e3) / 1e3
         raise ValueError(
             f"memory peak={self.asked / 2**30:.4g}GiB cannot be met: with all that can be recomputed or offloaded the "
             f"step takes {least.peak / 2**30:.4g} GiB; ask for at least peak={enough:g}GiB, or make the batch smaller"
+            + (f" ({self.stays})" if self.stays else "")
         )
 
-    def _best(self, tiles: int | None = None) -> _Try:
-        """The same with ``tiles``; if none takes so little, the one that takes least."""
-        over, under = self.attempt(math.inf, None, tiles), None
+    def _seconds(self, found: _Try) -> float:
+        """Of a step, as it is forecast to run."""
+        return sum(n * assumed_timeline(step.graph, self.fused).step_seconds for step, n in found.made.counted())
+
+    def _with_state(self, plain: _Try) -> _Try:
+        """``plain`` with as much of the optimizer's state on the host as makes the step shortest, by its curve of time
+        over peak; ``plain`` itself where that is none."""
+        amounts = self._amounts()
+        if self.stays or not amounts:
+            return plain
+        found, calls = plain, plain.made.microbatches
+
+        def price(state: float) -> float:
+            costs = [seconds for size, seconds in plain.curve if size - (state - plain.state) <= self.asked]
+            return calls * min(costs, default=math.inf) + (host_copy_seconds(state) if state else 0.0)
+
+        state = min([plain.state, *amounts], key=price)
+        if price(state) == math.inf:
+            state = amounts[-1]
+        while state > plain.state:
+            try:
+                found = self._best(replace(plain, limit=math.inf, part_bytes=None, state=state))
+            except ValueError as error:
+                self.stays = str(error)
+                return plain
+            if found.peak <= self.asked or state == amounts[-1]:
+                break
+            state = next(size for size in amounts if size >= min(state + found.peak - self.asked, amounts[-1]))
+        return found
+
+    def _amounts(self) -> list[float]:
+        """Bytes of state that can go to the host: of the last parameter, of the last two, and so on; no more than the
+        host has room for. Ranks must choose the same, and may have unequal hosts: `offload_optimizer` looks then."""
+        if not any(p.name == "offload_optimizer" and not p.options.state for p in self.spec.passes):
+            return []
+        sizes = [size for step in self.program.graphs.values() for size in state_sizes(step)]
+        host = None if self.program.main.mesh is not None else self.target.host_memory
+        found = itertools.accumulate(sizes)
+        return [size for size in found if size > self.state and (host is None or size <= host)]
+
+    def _best(self, like: _Try) -> _Try:
+        """The rewriting with the tiles and state of ``like`` that keeps most of those that take at most what was asked
+        for; if none takes so little, the one that takes least."""
+        over, under = self.attempt(like, limit=math.inf), None
         if over.peak <= self.asked:
             return over
         limit = over.graph - (over.peak - self.asked)
         for _ in range(_MOST):
-            found = self._in_parts(self.attempt(max(limit, 0.0), over.part_bytes, tiles))
+            found = self._in_parts(self.attempt(over, limit=max(limit, 0.0)))
             if found.peak > self.asked:
                 if found.graph > found.limit:  # nothing is left to give up
                     break
@@ -132,14 +236,14 @@ class _Search:
                 break
             limit = found.limit + 0.9 * (self.asked - found.peak)
             limit = limit if limit < over.limit else (found.limit + min(over.limit, over.graph)) / 2
-        return under or self.attempt(0.0, over.part_bytes, tiles)
+        return under or self.attempt(over, limit=0.0)
 
     def _in_parts(self, found: _Try) -> _Try:
         """``found``; where nothing is left to give up, with smaller parts of the logits, as long as they help."""
         parts = next((p.options.part_bytes for p in self.spec.passes if p.name == "fuse_loss"), 0)
         while found.peak > self.asked and found.graph > found.limit and parts > _LEAST_PART:
             parts //= 4
-            smaller = self.attempt(found.limit, parts, found.tiles)
+            smaller = self.attempt(found, part_bytes=parts)
             if smaller.peak >= found.peak:
                 break
             found = smaller

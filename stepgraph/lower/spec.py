@@ -49,11 +49,6 @@ class StepSpec:
         return all(p.tier == "exact" for p in resolve(self.passes, self.disable, Target(self.device.type)))
 
     @property
-    def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's state stays in host memory."""
-        return any(p.name == "offload_optimizer" for p in resolve(self.passes, self.disable, Target(self.device.type)))
-
-    @property
     def device(self) -> torch.device:
         """Where the model is: the device of its first tensor that is not on the meta device."""
         tensors = [*self.model.parameters(), *self.model.buffers()]

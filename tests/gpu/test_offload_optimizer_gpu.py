@@ -86,3 +86,29 @@ def test_page_locked_memory_has_its_size_and_is_given_back():
     gc.collect()
     other = page_locked(3 * 2**20 + 7)
     assert other.is_pinned() and address
+
+
+def test_a_peak_moves_as_much_state_as_it_needs(deterministic):
+    """Some of it; a second form of the step finds it there, and a step without the peak takes it back."""
+    plain, most = trained(FUSED, False, passes="exact", inductor="off")[:2]
+    full = trained(FUSED, False, passes="exact", inductor="off", memory="full")[1]
+    asked = full - 0.3 * (most - full) - 0.5 * 2**30
+    options = {"passes": "exact", "inductor": "off", "memory": f"peak={asked / 2**30:.3f}GiB"}
+    found, peak, step, optimizer, batch = trained(FUSED, False, **options)
+    assert all(map(torch.equal, plain, found)) and peak < 1.03 * asked
+    report = next(report for report in step.report if report.name == "offload_optimizer")
+    held = [v for slots in optimizer.state.values() for k, v in slots.items() if k != "step"]
+    away = sum(v.device.type == "cpu" and v.is_pinned() for v in held)
+    assert 0 < away < len(held) and report.summary.startswith(f"{away} of {len(held)} tensors")
+    assert any(note.startswith("host memory: ") for note in report.notes)
+    assert step.verify(batch).bitwise
+    step({key: value[:, :128].contiguous() for key, value in batch.items()})
+    assert sum(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values()) == away
+    again = stepgraph.capture(step.spec.model, next_token_loss, batch, optimizer, passes="exact", max_grad_norm=1.0)
+    assert all(v.is_cuda for slots in optimizer.state.values() for v in slots.values())
+    assert again.verify(batch).bitwise
+
+
+def test_a_share_of_the_gpus_memory_is_a_peak():
+    step = trained(FUSED, False, steps=1, passes="exact", inductor="off", memory="peak=90%")[2]
+    assert next(report for report in step.report if report.name == "fit_memory").changed == 0

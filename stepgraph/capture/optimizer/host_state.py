@@ -53,15 +53,21 @@ def place(optimizer: torch.optim.Optimizer, param: Tensor, on_host: bool) -> Non
         _waiting.add(optimizer)
 
 
-def require_room(optimizer: torch.optim.Optimizer, param: Tensor, params: Iterable[Tensor]) -> None:
+def device_bytes(optimizer: torch.optim.Optimizer, param: Tensor) -> int:
+    """Bytes of the state of ``param`` that may stay on the host and is on its GPU."""
+    state = optimizer.state[param].values()
+    return sum(local(value).nbytes for value in state if stays(value, param) and local(value).is_cuda)
+
+
+def require_room(optimizer: torch.optim.Optimizer, param: Tensor, params: Iterable[Tensor], room: float) -> None:
     """Raise ``ValueError``, in one line, where the host has no room for the state of ``params``, as that of ``param``
-    is: for each element as many bytes."""
+    is: for each element as many bytes. ``room``: bytes of it that stay on the GPU."""
     own, free = local(param), free_host_memory()
     if own is None or own.device.type != "cuda" or compat.is_fake(own) or free is None:
         return
     held = [local(value) for value in optimizer.state[param].values() if stays(value, param)]
     each = sum(t.nbytes for t in held if not t.is_pinned()) / own.numel()
-    need = each * sum(part.numel() for part in map(local, params) if part is not None)
+    need = each * sum(part.numel() for part in map(local, params) if part is not None) - room
     if need > free:
         raise ValueError(
             f"offload_optimizer needs {need / 2**30:.1f} GiB of host memory for each rank and {free / 2**30:.1f} GiB "

@@ -1,6 +1,8 @@
 """Puts the optimizers into the graph, with their state and learning rates as inputs."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,10 @@ from stepgraph.capture.optimizer.prepare import Fresh, prepare
 from stepgraph.capture.optimizer.rule import Member, Rule
 from stepgraph.capture.optimizer.sgd import SGDRule
 from stepgraph.capture.optimizer.skip import Skip
+from stepgraph.capture.state import Slot
+from stepgraph.graph.host_copies import on_host
+from stepgraph.graph.program import StepProgram
+from stepgraph.graph.values import OptimizerState
 
 _RULES: dict[type, Rule] = {
     torch.optim.AdamW: AdamRule(),
@@ -32,13 +38,16 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 class Update:
     """One update by one or several optimizers that share no parameter. ``groups``: the parameter groups of all, in
-    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`. ``host_state``: whether
-    state is to be in page-locked host memory."""
+    order, by whose place in this list learning rates are named. ``shapes``: see `OwnStep`. ``room``: bytes of state
+    that may be on the GPU while the step is traced; what is beyond goes to page-locked host memory."""
 
     def __init__(
-        self, optimizers: Optimizers, shapes: Mapping[int, Sequence[int]] | None = None, host_state: bool = False
+        self,
+        optimizers: Optimizers,
+        shapes: Mapping[int, Sequence[int]] | None = None,
+        room: float = math.inf,
     ):
-        self.host_state, self._has_room = host_state, False
+        self.room, self._has_room = room, room == math.inf
         self.optimizers = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
         if not self.optimizers:
             raise ValueError("the list of optimizers is empty; give None to step the model yourself")
@@ -109,15 +118,35 @@ class Update:
         optimizer, options = self._groups()[group]
         own = self.own.get(optimizer)
         found = None if own else _RULES[type(optimizer)].init_state(optimizer, param, options)
-        if self.host_state and not self._has_room:
-            host.require_room(optimizer, param, (p for _, p in self.owned()))
+        if not self._has_room:
+            host.require_room(optimizer, param, (p for _, p in self.owned()), self.room)
             self._has_room = True
-        host.place(optimizer, param, self.host_state)
+        self.room -= host.device_bytes(optimizer, param)
+        if self.room < 0:
+            host.place(optimizer, param, on_host=True)
         return own.state_tensors(param) if own else {key: optimizer.state[param][key] for key in found}
 
-    def stays_on_host(self, param: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether ``value`` of the state of ``param`` is on the host, and traced as if it were not."""
-        return self.host_state and host.stays(value, param)
+    def settle(self, program: StepProgram, slots: Iterable[Slot]) -> None:
+        """Move state to where the graphs of ``program`` have it, on the host or on its parameter's GPU, and bind their
+        inputs to it. ``slots``: of the model."""
+        tensors = {slot.name: slot.tensor for slot in slots}
+        away = {
+            what.parameter
+            for step in program.graphs.values()
+            for node, what in step.bound()
+            if isinstance(what, OptimizerState) and on_host(node)
+        }
+        held = {param: one for one in self.optimizers for param in one.state}
+        for step in program.graphs.values():
+            for i, spec in enumerate(step.inputs):
+                if not isinstance(spec.what, OptimizerState) or spec.what.part is not None:
+                    continue
+                param = tensors[spec.what.parameter]
+                optimizer = held[param]
+                host.place(optimizer, param, spec.what.parameter in away)
+                value = optimizer.state[param].get(spec.what.key)
+                if isinstance(value, torch.Tensor) and host.stays(value, param):
+                    step.inputs[i] = replace(spec, tensor=host.local(value))
 
     def has_lr_input(self, group: int) -> bool:
         """Whether the graph reads the learning rate of a group as it is; an optimizer's own ``step`` may compute with

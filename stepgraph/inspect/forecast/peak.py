@@ -19,21 +19,23 @@ def time_over_peak(
     """What `fit_memory` reports of the fullest graph, as plain values; None where no peak was asked for.
 
     ``asked``: bytes. ``chosen``: [bytes at the step's peak, seconds that the step takes longer than if all were kept].
-    ``curve``: the same for other peaks, from where all is kept to the least. ``others``: [bytes, seconds more or less
-    than what was chosen] of some peaks, the largest first. ``gpu_bytes``: of the GPU's memory.
+    ``state_s``: those of them that copies of optimizer state take, at every peak here. ``curve``: the same as
+    ``chosen`` for other peaks, from where all activations are kept to the least. ``others``: [bytes, seconds more or
+    less than what was chosen] of some peaks, the largest first. ``gpu_bytes``: of the GPU's memory.
     """
-    policy = parse_policy(memory)
+    policy, reports = parse_policy(memory), list(reports)
     fits = [report for report in reports if report.peak_chosen and report.peak_curve]
     if policy.policy != "peak" or not fits:
         return None
     report = max(fits, key=lambda report: report.peak_chosen[0])
     asked = policy.peak * (gpu_bytes if policy.peak_is_fraction else 2**30)
-    curve = [(size, microbatches * seconds) for size, seconds in report.peak_curve]
+    state_s = sum(report.added_s for report in reports)
+    curve = [(size, state_s + microbatches * seconds) for size, seconds in report.peak_curve]
     chosen, (most, _), (least, _) = report.peak_chosen, curve[0], curve[-1]
-    chosen = (chosen[0], microbatches * chosen[1])
+    chosen = (chosen[0], state_s + microbatches * chosen[1])
     peaks = [round(most + i * (least - most) / (_OTHERS - 1)) for i in range(_OTHERS)] if most > least else [most]
     others = [(peak, min(s for size, s in curve if size <= peak) - chosen[1]) for peak in peaks]
-    return {"asked": round(asked), "chosen": chosen, "curve": curve, "others": others}
+    return {"asked": round(asked), "state_s": state_s, "chosen": chosen, "curve": curve, "others": others}
 
 
 def peak_table(found: dict[str, Any]) -> Table:
@@ -43,7 +45,8 @@ def peak_table(found: dict[str, Any]) -> Table:
     rows = [(size, delta, False) for size, delta in found["others"]] + [(found["asked"], 0.0, True)]
     for size, delta, asked in sorted(rows, key=lambda row: -row[0]):
         change = f"{'-' if delta < 0 else '+'}{time_text(abs(delta))}" if delta else "the same"
-        change = ("asked for, and everything is kept" if size >= most else "asked for") if asked else change
+        kept = "all but optimizer state" if found["state_s"] else "everything"
+        change = (f"asked for, and {kept} is kept" if size >= most else "asked for") if asked else change
         table.add_row(size_text(size), time_text(added + delta), change)
     return table
 

@@ -62,7 +62,12 @@ class FitOptions:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the whole step that are asked for."""
+        """Bytes of the whole step that are asked for. ``ValueError`` for a share of what is not known."""
+        if self.peak_is_fraction and not self.memory:
+            raise ValueError(
+                f"memory peak={self.peak:.0%} is a share of a GPU's memory, which is not known here; give GiB, as in "
+                "peak=8GiB"
+            )
         return self.peak * ((self.memory or 0.0) if self.peak_is_fraction else 2**30)
 
 
@@ -77,11 +82,6 @@ def _from_options(options: StepOptions) -> dict[str, object] | None:
 
 
 def _for_target(options: FitOptions, target: Target) -> FitOptions:
-    if options.peak_is_fraction and not target.memory:
-        raise ValueError(
-            f"memory peak={options.peak:.0%} is a share of a GPU's memory, which is not known here; give GiB, as in "
-            "peak=8GiB"
-        )
     carry = options.carry_least and target.device == "cuda"
     of_machine = {"memory": target.memory, "host": target.host_memory, "simulated": target.simulated}
     return replace(options, carry_least=carry, **of_machine)
@@ -105,7 +105,7 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
     report.matched = len(fit.plan.saved)
     if options.limit is not None:
         fit.solve(options.limit)
-    _refuse_host(fit, step, options)
+    _refuse_host(fit)
     report.peak = fit.peak()
     report.peak_curve = [(peak + round(options.beyond), price) for peak, price in fit.path]
     report.peak_chosen = report.peak + round(options.beyond), sum(fit.prices.values())
@@ -126,20 +126,19 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
     fit.rewrite()
 
 
-def _refuse_host(fit: "Fit", step: StepGraph, options: FitOptions) -> None:
-    need = step.in_flight * sum(map(tensor_bytes, fit.gone))
-    if need and options.simulated:
-        need += sum(map(tensor_bytes, filter(on_host, step.placeholders(OptimizerState))))
-    if options.host is not None and need > options.host:
+def _refuse_host(fit: "Fit") -> None:
+    need = fit.step.in_flight * sum(map(tensor_bytes, fit.gone))
+    if fit.host is not None and need > max(fit.host, 0.0):
         raise ValueError(
-            f"offloading needs {need / 2**30:.1f} GiB of host memory for each rank and {options.host / 2**30:.1f} GiB "
+            f"offloading needs {need / 2**30:.1f} GiB of host memory for each rank and {fit.host / 2**30:.1f} GiB "
             "are free: offload fewer modules, or recompute some"
         )
 
 
 class Fit:
     """A choice for each saved result of ``step``. ``dropped``: what is computed again. ``gone``: what is offloaded.
-    ``prices``: seconds for each. ``path``: (bytes at the peak, price) at each look while the peak fell."""
+    ``prices``: seconds for each. ``path``: (bytes at the peak, price) at each look while the peak fell. ``host``: bytes
+    of host memory for them, None where unknown."""
 
     def __init__(self, step: StepGraph, options: FitOptions):
         self.step, self.options = step, options
@@ -157,6 +156,8 @@ class Fit:
         self.dropped: set[fx.Node] = set()
         self.prices: dict[fx.Node, float] = {}
         self.path: list[tuple[int, float]] = []
+        state = sum(map(tensor_bytes, filter(on_host, step.placeholders(OptimizerState)))) if options.simulated else 0
+        self.host = None if options.host is None else options.host - state
         self._reads()
         self._base(aliases)
 
@@ -328,8 +329,8 @@ class Fit:
             self.dropped.add(root)
             self.prices[root] = self._again_seconds(root)
             return True
-        if self.options.host is not None and self.step.mesh is None:  # ranks must choose the same
-            room = self.options.host / self.step.in_flight - sum(map(tensor_bytes, self.gone))
+        if self.host is not None and self.step.mesh is None:  # ranks must choose the same
+            room = self.host / self.step.in_flight - sum(map(tensor_bytes, self.gone))
             if size > room:
                 return False
         trips = self.trips.schedule([(r, self.last_forward[r], self.needs[r][0]) for r in (*self.gone, root)])

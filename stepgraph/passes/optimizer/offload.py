@@ -1,6 +1,6 @@
 """Keep the optimizer's state in page-locked host memory, and update the parameters in parts.
 
-Matches: state of the shape of its parameter (see `on_host`), and what computes with it. Before -> after, for parts of
+Matches: state of the shape of its parameter (see `movable`), and what computes with it. Before -> after, for parts of
 parameters whose state takes at most a GiB, of one repeated block:
 
     _fused_adamw_(params, grads, ms, vs, ...)  ->  m = reload_end(reload_begin(m of the host, device)); ...
@@ -13,6 +13,7 @@ Exact: every element is computed by the same operators from the same values. On 
 Preconditions: after `inplace_update`; the update of a part reads no state of another, and draws no random numbers.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from operator import getitem
 import torch
 from torch import fx
 
+from stepgraph.costs.hardware import host_text
+from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder
 from stepgraph.graph.facts import getitem_users, is_mutating, is_overload, is_pure, is_random, tensor_bytes
@@ -35,18 +38,25 @@ from stepgraph.passes.target import Target
 
 #: Bytes of the state of a part, unless one parameter has more.
 _PART = 2**30
+#: Parts at least, of as much state as a peak of memory needs: three of them are on the device in the update.
+_FEWEST = 16
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """``part_bytes``: of the state of a part. ``host``: bytes of host memory for this rank of a forecast machine."""
+    """``part_bytes``: of the state of a part. ``state``: bytes of state that go to the host at least, by whole
+    parameters, the last ones first; with ``memory="peak=..."``, `stepgraph.lower` finds it. ``host``: bytes of host
+    memory for this rank of a forecast machine."""
 
     part_bytes: int = _PART
+    state: float = math.inf
     host: float | None = None
 
 
 def _from_options(options: StepOptions) -> dict[str, object] | None:
-    return {} if options.offload_optimizer else None
+    if options.offload_optimizer:
+        return {}
+    return {"state": 0.0} if options.memory.startswith("peak") else None
 
 
 def _for_target(options: OffloadOptions, target: Target) -> OffloadOptions:
@@ -64,17 +74,19 @@ def _for_target(options: OffloadOptions, target: Target) -> OffloadOptions:
 )
 def offload_optimizer(step: StepGraph, options: OffloadOptions, report: PassReport) -> None:
     """Keep the optimizer's state on the host, and update parameters in parts."""
-    state = on_host(step)
-    if not state:
-        report.skipped = "the graph has no optimizer state"
+    everything = movable(step)
+    if not everything or not options.state:
+        report.skipped = "the peak is met without it" if everything else "the graph has no optimizer state"
         return
-    need = sum(map(tensor_bytes, state))
+    state = _last(everything, options.state)
+    need, whole = (sum(map(tensor_bytes, nodes)) for nodes in (state, everything))
     if options.host is not None and need > options.host:
         raise ValueError(
             f"offload_optimizer needs {need / 2**30:.1f} GiB of host memory for each rank and a machine has "
             f"{options.host / 2**30:.1f} GiB: shard the model over more ranks (fsdp), or leave it out"
         )
-    parts = _parts(step, state, options.part_bytes)
+    most = options.part_bytes if options.state == math.inf else min(options.part_bytes, need // _FEWEST)
+    parts = _parts(step, state, most)
     walk = _Walk(step, parts)
     walk.split_lists()
     walk.sink()
@@ -83,14 +95,19 @@ def offload_optimizer(step: StepGraph, options: OffloadOptions, report: PassRepo
     sizes: dict[int, int] = defaultdict(int)
     for node in used:
         sizes[parts[node]] += tensor_bytes(node)
-    report.matched, report.changed = len(state), len(used)
+    report.matched, report.changed = len(everything), len(used)
+    report.added_s = sum(copy.exposed_seconds for copy in assumed_timeline(step.graph).copies)
+    of_all = f" of {len(everything)}" * (len(state) < len(everything)), f" of {whole / 2**20:.1f}" * (need < whole)
     report.summary = (
-        f"{len(state)} tensors of optimizer state ({need / 2**20:.1f} MiB) stay in host memory; updates in "
-        f"{len(sizes)} parts of at most {max(sizes.values(), default=0) / 2**20:.1f} MiB"
+        f"{len(state)}{of_all[0]} tensors of optimizer state ({need / 2**20:.1f}{of_all[1]} MiB) stay in host memory; "
+        f"updates in {len(sizes)} parts of at most {max(sizes.values(), default=0) / 2**20:.1f} MiB, "
+        f"{report.added_s * 1e3:.2f} ms more for each step"
     )
+    if options.host is None and (line := host_text(next(iter(state)).meta["val"].device)):
+        report.notes.append(line)
 
 
-def on_host(step: StepGraph) -> dict[fx.Node, OptimizerState]:
+def movable(step: StepGraph) -> dict[fx.Node, OptimizerState]:
     """The inputs of ``step`` that are such state, in the order of their parameters."""
     parameters = {what.path: node.meta["val"] for node, what in step.bound() if isinstance(what, Parameter)}
     order = {path: i for i, path in enumerate(parameters)}
@@ -102,6 +119,23 @@ def on_host(step: StepGraph) -> dict[fx.Node, OptimizerState]:
         and may_stay_on_host(node.meta["val"], parameters[what.parameter])
     }
     return dict(sorted(found.items(), key=lambda item: order[item[1].parameter]))
+
+
+def state_sizes(step: StepGraph) -> list[int]:
+    """Bytes of the state of each parameter, in the order in which they go to the host."""
+    sizes: dict[str, int] = defaultdict(int)
+    for node, what in movable(step).items():
+        sizes[what.parameter] += tensor_bytes(node)
+    return list(sizes.values())[::-1]
+
+
+def _last(state: dict[fx.Node, OptimizerState], nbytes: float) -> dict[fx.Node, OptimizerState]:
+    """That of the last parameters, of ``nbytes`` at least."""
+    taken: dict[str, int] = defaultdict(int)
+    for node, what in reversed(state.items()):
+        if what.parameter in taken or sum(taken.values()) < nbytes:
+            taken[what.parameter] += tensor_bytes(node)
+    return {node: what for node, what in state.items() if what.parameter in taken}
 
 
 def _parts(step: StepGraph, state: dict[fx.Node, OptimizerState], most: int) -> dict[fx.Node, int]:

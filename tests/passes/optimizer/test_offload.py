@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import re
 from dataclasses import replace
 
@@ -120,7 +121,9 @@ def large(part_bytes, layers=8):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = trace_step(model, mse, torch.zeros(4, 256), optimizer, host_state=part_bytes is not None).program.main
+    step = trace_step(
+        model, mse, torch.zeros(4, 256), optimizer, room=0.0 if part_bytes is not None else math.inf
+    ).program.main
     run_passes(step, passes_of(part_bytes is not None, part_bytes), target=Target("cuda", simulated=True))
     return step
 
@@ -204,7 +207,7 @@ def test_a_step_without_state_says_so():
 def test_a_machine_without_room_is_refused_in_one_line():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = trace_step(model, mse, torch.zeros(4, 8), optimizer, host_state=True).program.main
+    step = trace_step(model, mse, torch.zeros(4, 8), optimizer, room=0.0).program.main
     target = Target("cuda", simulated=True, host_memory=100)
     with pytest.raises(
         ValueError, match=r"^offload_optimizer needs 0.0 GiB of host memory .* \(fsdp\), or leave it out$"
@@ -266,7 +269,7 @@ def test_activations_and_state_share_the_host_of_a_forecast_machine():
     options = StepOptions("exact", offload_optimizer=True, memory="1.*=offload")
 
     def lowered(host_memory):
-        step = trace_step(model, mse, torch.zeros(64, 8), optimizer, host_state=True).program.main
+        step = trace_step(model, mse, torch.zeros(64, 8), optimizer, room=0.0).program.main
         run_passes(step, options, target=Target("cpu", simulated=True, host_memory=host_memory))
         return sum(node.args[0].meta["val"].nbytes for node in step.graph.nodes if node.target is OFFLOAD_BEGIN)
 

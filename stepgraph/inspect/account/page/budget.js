@@ -41,7 +41,7 @@ function otherPeaks(found) {
   const columns = [["peak", 1], ["added to the step", 1], ["next to this one", 0]];
   const rows = [...found.others, [found.asked, 0, true]].sort((a, b) => b[0] - a[0]);
   return table(columns, rows, ([size, s, here]) => cells(columns,
-    [bytes(size), seconds(found.chosen[1] + s), here ? size >= found.curve[0][0] ? "asked for, and everything is kept" : "asked for" : s < 0 ? `${seconds(s)} less` : s ? `${seconds(s)} more` : "the same"]));
+    [bytes(size), seconds(found.chosen[1] + s), here ? size < found.curve[0][0] ? "asked for" : `asked for, and ${found.state_s ? "all but optimizer state" : "everything"} is kept` : s < 0 ? `${seconds(s)} less` : s ? `${seconds(s)} more` : "the same"]));
 }
 
 /** Copies of one module and shape in equal blocks in one row, the most bytes first. */
