@@ -157,7 +157,7 @@ class _Search:
         return replace(unknown, peak=peak, graph=graph, curve=curve, made=made)
 
     def best(self) -> _Try:
-        """Of the rewritings that were tried and take at most what was asked for, the shortest step."""
+        """The shortest step of the rewritings that were tried and take at most what was asked for."""
         search = any(p.name == "tile_sequence" and p.options.search for p in self.spec.passes)
         tried = [least := self._best(_Try(state=self.state))]
         if least.limit < math.inf or least.peak > self.asked:
@@ -178,7 +178,7 @@ class _Search:
         )
 
     def _seconds(self, found: _Try) -> float:
-        """Of a step, as it is forecast to run."""
+        """Seconds of a step, as it is forecast to run."""
         return sum(n * assumed_timeline(step.graph, self.fused).step_seconds for step, n in found.made.counted())
 
     def _with_state(self, plain: _Try) -> _Try:
