@@ -30,7 +30,7 @@ def inductor_compile(
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
-    from torch._inductor import config, standalone_compile
+    from torch._inductor import config, cpu_vec_isa, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
@@ -39,7 +39,12 @@ def inductor_compile(
     own_mode = {"_resolve_fake_mode": lambda *_: mode} if TORCH >= (2, 14) else {}
     try:
         # The function hides its module, which has the same name.
-        with replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode):
+        with (
+            replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
+            replaced(
+                cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
+            ),
+        ):
             artifact = standalone_compile(
                 module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
             )
@@ -57,6 +62,27 @@ def inductor_compile(
     kept._compiled_fn = None  # else each would keep the other
     setattr(function, _ARTIFACT, kept)
     return function
+
+
+def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
+    """What Inductor compiles for on a CPU, best first, as torch's ``all_of`` says. torch compiles and loads programs to
+    learn all that the C++ compiler has, 10 on a CPU with AMX (14 processor-seconds; 2.11 imports torch in each); unless
+    it is told which to take, it takes the first, and the others are not tried here."""
+    from torch._inductor import config
+
+    told = config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+    return all_of() if told or all_of.cache_info().currsize else _best_vector_instructions(all_of)
+
+
+@functools.cache
+def _best_vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
+    from torch._inductor import cpu_vec_isa
+
+    for one in cpu_vec_isa.supported_vec_isa_list:
+        with replaced(cpu_vec_isa, supported_vec_isa_list=[one]):
+            if found := all_of.__wrapped__():  # without keeping it for torch.compile
+                return found
+    return []
 
 
 def import_inductor() -> None:

@@ -1,12 +1,14 @@
-"""Inductor's compile workers: waited for where they were started, and no longer than said."""
+"""Inductor's compile workers: waited for where they were started, and no longer than said. What it asks of a CPU."""
 
+import functools
 import os
+import platform
 import subprocess
 import sys
 import time
 
 import pytest
-from torch._inductor import async_compile
+from torch._inductor import async_compile, config, cpu_vec_isa
 
 from stepgraph import compat
 from stepgraph.compat import compiler
@@ -63,3 +65,35 @@ def test_compile_workers_end_at_once_whatever_they_do():
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert time.monotonic() - float(done.stdout) < 100 and not done.stderr
+
+
+class Instructions:
+    """A CPU's vector instructions, which are ``tried`` with the C++ compiler."""
+
+    def __init__(self, name, works, tried):
+        self.name, self.works, self.tried = name, works, tried
+
+    def __str__(self):
+        return self.name
+
+    def __bool__(self):
+        self.tried.append(self.name)
+        return self.works
+
+
+def test_only_the_vector_instructions_that_are_taken_are_tried(monkeypatch):
+    tried = []
+    known = [Instructions(name, name != "refused", tried) for name in ("absent", "refused", "best", "other")]
+    monkeypatch.setattr(cpu_vec_isa, "supported_vec_isa_list", known)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["refused", "best", "other"])
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu_vec_isa.sys, "platform", "linux")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    every = functools.cache(cpu_vec_isa.valid_vec_isa_list.__wrapped__)  # torch's, which keeps nothing of this test
+    for _ in range(2):
+        assert compiler._vector_instructions(every) == [known[2]] and tried == ["refused", "best"]
+    assert cpu_vec_isa.supported_vec_isa_list is known
+    with config.patch({"cpp.simdlen": 256}):  # any of them
+        assert compiler._vector_instructions(every) == known[2:]
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert compiler._vector_instructions(every) == known[2:]
