@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from stepgraph.compat.cpp_kernels import kernels_together
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
 
@@ -40,6 +41,7 @@ def inductor_compile(
     try:
         # The function hides its module, which has the same name.
         with (
+            kernels_together(),
             replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
             replaced(
                 cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
@@ -127,7 +129,8 @@ def inductor_load(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
         file = os.path.join(folder, "piece")
         with open(file, "wb") as stream:
             stream.write(data)
-        artifact = CompiledArtifact.load(path=file, format="binary")
+        with kernels_together():
+            artifact = CompiledArtifact.load(path=file, format="binary")
     (cell,) = artifact._compiled_fn.__closure__  # takes arguments one by one; inside is what takes a list
     return cell.cell_contents
 
