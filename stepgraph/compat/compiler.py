@@ -67,13 +67,13 @@ def inductor_compile(
 
 
 def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
-    """What Inductor compiles for on a CPU, best first, as torch's ``all_of`` says. torch compiles and loads programs to
-    learn all that the C++ compiler has, 10 on a CPU with AMX (14 processor-seconds; 2.11 imports torch in each); unless
-    it is told which to take, it takes the first, and the others are not tried here."""
+    """The vector instructions to compile for on a CPU, best first; ``all_of``: torch's ``valid_vec_isa_list``. torch
+    compiles and loads programs to learn all that the C++ compiler has, 10 on a CPU with AMX (14 processor-seconds; 2.11
+    imports torch in each). Unless a setting names one it takes the first, and here the others are not tried."""
     from torch._inductor import config
 
-    told = config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
-    return all_of() if told or all_of.cache_info().currsize else _best_vector_instructions(all_of)
+    named = config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+    return all_of() if named or all_of.cache_info().currsize else _best_vector_instructions(all_of)
 
 
 @functools.cache
