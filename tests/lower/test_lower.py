@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import stepgraph
 from stepgraph import compat, parallel
@@ -52,6 +53,41 @@ def test_the_target_may_be_a_gpu_that_is_not_there():
     on_gpu = {report.name: report for report in lower(spec, H100).step.log}
     assert "fuse_loss" in skipped and on_gpu["fuse_loss"].acted
     assert "inductor" not in on_gpu  # a simulated GPU compiles nothing
+
+
+class Attending(torch.nn.Module):
+    """Attention of 4 heads, 2 of keys, and dropout of its result."""
+
+    def __init__(self, value_width=16, dropout=0.0, bias=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, width) for width in (64, 32, 2 * value_width))
+        self.bias = torch.nn.Parameter(torch.zeros(4, 16, 16)) if bias else None
+        self.p, self.dropout = dropout, torch.nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (n, -1)).transpose(1, 2) for layer, n in zip(self.layers, (4, 2, 2), strict=True)
+        )
+        bias = None if self.bias is None else self.bias[None]
+        return self.dropout(F.scaled_dot_product_attention(q, k, v, bias, self.p, bias is None, enable_gqa=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", [{}, {"value_width": 24}, {"bias": True}, {"dropout": 0.1}], ids=str)
+def test_attention_and_dropout_are_traced_as_on_the_gpu(form, dtype):
+    """What a CPU makes of it is products, a softmax of every score, and a mask of numbers."""
+    model = Attending(**form).to(dtype)
+    spec = StepSpec(model, lambda m, x: m(x).square().mean(), torch.zeros(2, 16, 32, dtype=dtype), passes="default")
+    nodes = list(lower(spec, H100).step.nodes())
+    targets = {str(node.target) for node in nodes}
+    kernel = "cudnn" if dtype is torch.bfloat16 and "bias" not in form else "efficient" if form else "flash"
+    assert {name for name in targets if "attention" in name} == {
+        f"aten._scaled_dot_product_{kernel}_attention{end}.default"
+        for end in (("_for_cpu", "_for_cpu_backward") if kernel == "flash" else ("", "_backward"))
+    }
+    assert "aten.native_dropout.default" in targets and not any("bernoulli" in name for name in targets)
+    on_cpu = {str(node.target) for node in trace(spec).step.nodes()}
+    assert "aten.native_dropout.default" not in on_cpu and not any("cudnn" in name for name in on_cpu)
 
 
 def test_a_copy_is_rewritten_and_its_original_is_not():

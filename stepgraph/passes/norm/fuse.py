@@ -11,7 +11,7 @@ Source: the idea of torchtitan pull request 3132.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from torch import fx
@@ -40,10 +40,12 @@ _NOTES = 8
 @dataclass(frozen=True)
 class FuseNormOptions:
     """``choice``: how norms run; ``auto`` takes the cheapest for each (see `stepgraph.costs.norms`), and
-    on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen."""
+    on a CPU leaves them as they are. ``compiled``: whether Inductor comes after, so that it can be chosen. ``on_gpu``:
+    the step runs, or is forecast to run, on a GPU."""
 
     choice: Choice = "auto"
     compiled: bool = True
+    on_gpu: bool = False
 
     def __post_init__(self) -> None:
         if self.choice not in get_args(Choice):
@@ -55,7 +57,7 @@ class FuseNormOptions:
     "numerics",
     options=FuseNormOptions(),
     from_options=lambda options: {"choice": options.norm, "compiled": options.inductor != "off"},
-    forecast=False,  # a norm's kernel moves what the roofline counts, whichever it is
+    for_target=lambda options, target: replace(options, on_gpu=target.device == "cuda"),
 )
 def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> None:
     """Run each RMS and layer norm by our kernels, Inductor or eager, whichever is fastest."""
@@ -83,7 +85,7 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             kernels.append(found)
         elif options.choice == "kernel":
             left.append(f"{found.root.name} stays as it is: {why}")
-        if choice == "inductor" and value_of(found.x).is_cuda:
+        if choice == "inductor" and options.on_gpu:
             _mark_region(found, i)
         elif choice == "eager" and options.choice == "eager":
             _mark_eager(found)
@@ -115,7 +117,7 @@ def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> 
         return left
     if options.choice == "kernel":
         return "kernel"
-    if not value_of(found.x).is_cuda:
+    if not options.on_gpu:
         return left
     traffic = _traffic(found)
     return min(("kernel", left), key=lambda choice: cost(choice, traffic))

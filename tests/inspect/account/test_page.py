@@ -81,10 +81,10 @@ def test_it_is_small(made):
 
 
 def test_a_peak_that_was_asked_for_shows_what_others_would_cost():
-    memory = "peak=0.35GiB,layers.*.attn=offload"
+    memory = "peak=0.3GiB,layers.*.attn=offload"
     made = json.loads(json.dumps(account("fsdp=2", batch_size=2048, memory=memory)[0]))
     found, graph = made["head"]["over_peak"], made["graphs"][0]
-    assert found["asked"] == round(0.35 * 2**30) >= found["chosen"][0] and found["chosen"][1] > 0
+    assert found["asked"] == round(0.3 * 2**30) >= found["chosen"][0] and found["chosen"][1] > 0
     peaks, changes = zip(*found["others"], strict=True)
     assert peaks[0] == found["curve"][0][0] > found["asked"] > peaks[-1] == found["curve"][-1][0]
     assert changes[0] == -found["chosen"][1] and changes[-1] > 0 and list(changes) == sorted(changes)
