@@ -37,10 +37,10 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
     if not spec.backward:
         return trace_forward(spec.model, spec.loss_fn, spec.batch)
     with traced_as(target, spec.device):
-        return _trace_step(spec)
+        return _trace_step(spec, target)
 
 
-def _trace_step(spec: StepSpec) -> Traced:
+def _trace_step(spec: StepSpec, target: Target | None) -> Traced:
     return trace_step(
         spec.model,
         spec.loss_fn,
