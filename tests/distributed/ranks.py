@@ -1,6 +1,7 @@
 """What tests of several ranks share: the ranks themselves, a small model, and its batches."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -56,6 +57,7 @@ def _faked(_: int, rank: int, world: int, function: Callable, args: tuple) -> No
 
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:
     faulthandler.enable()  # a rank that aborts says where
+    gc.freeze(), gc.set_threshold(20_000)  # as in `tests.conftest`
     torch.set_num_threads(1)
     with compat.single_gloo_thread():
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
