@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from stepgraph import parallel
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import repeated_blocks
 from stepgraph.config.device import is_out_of_memory, memory_bytes
-from stepgraph.config.hf_weights import check_files, load_hf
+from stepgraph.config.hf_weights import check_files, load_hf, load_parts
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.expert_chunks import Chosen, choose
 from stepgraph.costs.expert_chunks import Layer as ExpertLayer
@@ -115,7 +116,8 @@ def chosen_chunks(config: TrainConfig) -> Chosen | None:
 
 
 def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None, weights: bool) -> CausalLM:
-    """A model of transformers, with ``weights`` of its folder or drawn ones; under a mesh whole on the host alone.
+    """A model of transformers, with ``weights`` of its folder or drawn ones. Under a mesh each rank reads its part of
+    them; or the model whole, on the host alone, where it is quantized, or an adapter begins from the weights (DoRA).
 
     bf16 shards of weights that are all trained are fp32, gathered in bf16. With LoRA they are bf16, and the adapter
     has fp32 copies in the optimizer, as without a mesh.
@@ -125,15 +127,21 @@ def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.M
     rounds = bf16 and mesh is not None and lora is None
     dtype = torch.bfloat16 if bf16 and not rounds else torch.float32
     quantize = None if config.quantize is None else partial(_quantize, config.quantize, device, mesh is not None)
-    if weights or lora is not None:
-        check_files(config.model.folder)
+    reads = weights or lora is not None
+    shapes = check_files(config.model.folder) if reads else None
+    if mesh is None or quantize is not None or (lora is not None and "use_dora" in lora):
+        shapes = None
     with torch.device(whole):
-        model = CausalLM(config.model, dtype, weights, lora, quantize).to(whole)
+        model = CausalLM(config.model, dtype, weights, lora, quantize, shapes).to(whole)
+    if model.whole_because and mesh is not None and mesh.dp_place == 0:
+        warnings.warn(f"every rank reads {config.model.folder} whole: {model.whole_because}", stacklevel=2)
     if lora is not None and config.precision == "bf16-autocast":
         model.round_frozen(torch.bfloat16)
     if mesh is not None:
         dtypes = {"param_dtype": torch.bfloat16 if rounds else None, "reduce_dtype": _REDUCE[config.reduce_dtype]}
         parallel.parallelize(model, mesh, device=device, **dtypes)
+        if model.pieces:
+            load_parts(model)
         if rounds:
             parallel.round_to(model, torch.bfloat16)
         seed_all(config.seed + mesh.dp_place)  # dropout of its own on each rank

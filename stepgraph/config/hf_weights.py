@@ -53,7 +53,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     theirs = _format_of(model, "load_hf")
-    parts = _parts(model)
+    parts, ranks = _parts(model), _ranks(model)
     wanted = [(part, piece) for name, part in parts.items() for piece in theirs.pieces_of(name, part.shape)]
     shapes = {piece.name: piece.shape for _, piece in wanted}
     tied = theirs.tied(model.config)
@@ -61,15 +61,27 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     def check() -> dict[str, _Header]:
         _check_same_model(model.config, theirs.read_config(folder), theirs.free, folder)
         found = _read_headers(folder)
-        _check_tensors(shapes, found, folder, tied=tied and tuple(map(theirs.name, tied)))
+        _check_tensors(shapes, found, folder, tied and tuple(map(theirs.name, tied)), ranks)
         return found
 
-    found = _ranks(model).each(check)
+    found = ranks.each(check)
+    model.init_buffers()
+    _read(wanted, found)
+
+
+def load_parts(model: CausalLM) -> None:
+    """Read what this rank holds of the weights of a model of transformers that was built without them, in place."""
+    parts = local_parts(model) | {name: whole_part(buffer) for name, buffer in model.named_buffers()}
+    wanted = [(parts[name], piece) for name, pieces in model.pieces_by_name().items() for piece in pieces]
+    _read(wanted, _read_headers(Path(model.config.folder)))
+
+
+def _read(wanted: Sequence[tuple[Part, Piece]], found: Mapping[str, "_Header"]) -> None:
+    """Read what each part holds of a piece."""
     by_file: dict[Path, list[tuple[Part, Piece]]] = {}
     for part, piece in wanted:
         if _overlap(part, piece) is not None:  # else it is another rank's
             by_file.setdefault(found[piece.name].file, []).append((part, piece))
-    model.init_buffers()
     with torch.no_grad():
         for path, here in by_file.items():
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -78,15 +90,17 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
                     part.tensor[target].copy_(file.get_slice(piece.name)[source])
 
 
-def check_files(folder: str | os.PathLike[str]) -> None:
+def check_files(folder: str | os.PathLike[str]) -> dict[str, tuple[int, ...]] | None:
     """Raise ``ValueError``, one line, unless the weights in ``folder`` are whole and none is quantized: transformers
-    would read these as numbers. ``pytorch_model.bin`` is left to transformers."""
+    would read these as numbers. Their shapes; None where ``pytorch_model.bin`` is left to transformers."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in (SINGLE, INDEX)) and any(folder.glob("pytorch_model*.bin")):
-        return
-    for name, header in _read_headers(folder).items():
+        return None
+    found = _read_headers(folder)
+    for name, header in found.items():
         if name.endswith("weight") and len(header.shape) > 1:
             _check_dtype(name, header)
+    return {name: header.shape for name, header in found.items()}
 
 
 def _parts(model: nn.Module) -> dict[str, Part]:
@@ -292,7 +306,11 @@ def _read_header(path: Path) -> dict[str, _Header]:
 
 
 def _check_tensors(
-    wanted: Mapping[str, torch.Size], found: dict[str, _Header], folder: Path, tied: tuple[str, str] | None
+    wanted: Mapping[str, torch.Size],
+    found: dict[str, _Header],
+    folder: Path,
+    tied: tuple[str, str] | None,
+    ranks: Ranks,
 ) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
@@ -300,7 +318,7 @@ def _check_tensors(
     # Old Llamas saved their RoPE's frequencies, which config.json gives.
     unexpected = [name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq")]
     if tied and unexpected == [tied[0]]:
-        _check_tied_copy(found, *tied)
+        _check_tied_copy(found, *tied, ranks)
     elif unexpected:
         raise ValueError(f"{folder} holds {_some(unexpected)}, which the model lacks; give a checkpoint of this model")
     for name, shape in wanted.items():
@@ -321,15 +339,16 @@ def _check_dtype(name: str, header: _Header) -> None:
         )
 
 
-def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: str) -> None:
-    """Some writers store a tied head next to its embedding; take it only as an exact copy."""
+def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: str, ranks: Ranks) -> None:
+    """Some writers store a tied head next to its embedding; take it only as an exact copy. Each of ``ranks`` compares
+    its share of the rows."""
     head, embedding = found[head_name], found[embedding_name]
     with (
         safe_open(head.file, framework="pt", device="cpu") as one,
         safe_open(embedding.file, framework="pt", device="cpu") as other,
     ):
         copies = one.get_slice(head_name), other.get_slice(embedding_name)
-        rows = range(0, embedding.shape[0], _ROWS)
+        rows = range(ranks.rank * _ROWS, embedding.shape[0], ranks.world * _ROWS)
         same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and all(
             torch.equal(*(c[i : i + _ROWS] for c in copies)) for i in rows
         )

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import tempfile
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ pytest.importorskip("peft")
 
 import peft
 import transformers
+from safetensors import safe_open
 
 import stepgraph
 from stepgraph.cli import parse_train
-from stepgraph.config import build
+from stepgraph.config import build, hf_weights
 from stepgraph.config.files import run_config
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.costs.memory import peak_bytes
@@ -25,11 +27,12 @@ from stepgraph.graph.values import Gradient, OptimizerState, Parameter
 from stepgraph.integrations import GraphTrainer
 from stepgraph.kernels.quant import quantize_experts, quantize_linear
 from stepgraph.options import StepOptions
-from stepgraph.parallel import layouts, mean_over_mesh, parallelize
+from stepgraph.parallel import layouts, local_parts, mean_over_mesh, parallelize
 from stepgraph.train.saved_model import load_trained
 from tests.distributed.hf_ranks import as_launched, close, logged, rows, train
 from tests.distributed.hf_ranks import build as build_hf
 from tests.distributed.ranks import make_mesh, on_ranks
+from tests.distributed.test_hf_ranks import _Watched
 from tests.distributed.test_train import records, saved, train_on
 from tests.train.fine_tuning import make
 
@@ -152,6 +155,33 @@ def _shards(words, folder):
             if "lora_B" in name:
                 param.to_local().fill_(0.02)
     save_hf(model, folder / "out")
+
+
+@pytest.mark.parametrize("form", ["bf16", pytest.param("lora", marks=LONG)])
+def test_each_rank_reads_its_part(tmp_path, form):
+    words = _folder(tmp_path)
+    build_hf("qwen3-moe", tie_word_embeddings=True, vocab_size=320).save_pretrained(tmp_path / "base")
+    if form == "bf16":
+        at = words.index("--lora")
+        del words[at : at + 2]
+    on_ranks(2, _reads_its_part, [*words, "--precision", "bf16-autocast" if form == "lora" else form])
+
+
+def _reads_its_part(words):
+    asked, device, mesh = [], torch.device("cpu"), make_mesh("fsdp=2")
+    config = parse_train([*words, "--mesh", "fsdp=2"])
+    build.seed_all(0)
+    one = build.build_model(dataclasses.replace(config, mesh=None), device)
+    build.seed_all(0)
+    with patch.object(hf_weights, "safe_open", lambda *a, **k: _Watched(safe_open(*a, **k), asked)):
+        model = build.build_model(config, device, mesh)
+    placed, parts = layouts(model), local_parts(model)
+    for (name, param), whole in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert param.requires_grad == whole.requires_grad, name
+        assert torch.equal(parts[name].tensor, placed[name].cut(whole).to(param.dtype)), name
+    assert sum(asked) == sum(part.tensor.numel() for name, part in parts.items() if "lora_" not in name)
+    total = sum(p.numel() for name, p in one.named_parameters() if "lora_" not in name)
+    assert total / 2 <= sum(asked) < 0.51 * total
 
 
 @LONG

@@ -93,6 +93,39 @@ def test_documents_of_a_row_do_not_see_each_other(folder, kind):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "moe", "base"])
+def test_a_model_from_parts_of_its_checkpoint(folder, moe, kind):
+    """What a rank reads in parts makes the model that transformers reads, and it has no memory for weights before."""
+    from safetensors.torch import load_file
+
+    from stepgraph.config.hf_weights import check_files
+    from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+
+    config, shapes = CausalLMConfig(str(folder / kind)), check_files(folder / kind)
+    model, whole = CausalLM(config, torch.bfloat16, True, shapes=shapes), CausalLM(config, torch.bfloat16, True)
+    assert model.whole_because == "" and not whole.pieces
+    assert sum(p.untyped_storage().nbytes() for p in model.parameters()) < 200
+    files, pieces = load_file(folder / kind / "model.safetensors"), model.pieces_by_name()
+    assert pieces.keys() == dict(whole.named_parameters()).keys()
+    for name, param in whole.named_parameters():
+        made = torch.full(param.shape, torch.nan, dtype=param.dtype)
+        for piece in pieces[name]:
+            part = files[piece.name]
+            made[tuple(slice(*span) for span in piece.region)] = part[None] if piece.stacked else part
+        assert torch.equal(made, param), name
+    for (name, buffer), other in zip(model.named_buffers(), whole.buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+    model.eval(), whole.eval()  # without dropout
+    tokens, loaded = torch.arange(3, 27).view(2, 12), {n: p.detach() for n, p in whole.named_parameters()}
+    assert torch.equal(torch.func.functional_call(model, loaded, (tokens,)), whole(tokens))
+
+    reasons = [({**shapes, next(iter(shapes)): (3, 3)}, "has another shape"), ({}, "is not in it")]
+    for given, said in reasons:
+        model = CausalLM(config, torch.bfloat16, True, shapes=given)
+        assert said in model.whole_because and not model.pieces
+        assert all(map(torch.equal, model.parameters(), whole.parameters()))
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "lfm2"])
 def test_a_model_that_mixes_documents_is_refused(folder, kind):
     """Convolutions over the sequence do not stop where positions begin again."""

@@ -8,15 +8,17 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from stepgraph.models.family import Piece
 from stepgraph.models.flops import num_params
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
+from stepgraph.models.transformers.pieces import cast, pieces_of, without_weights
 
 ADAPTER = "adapter"  # in the export of a run with LoRA
 
@@ -80,7 +82,8 @@ class CausalLM(nn.Module):
     ``weights``: whether to read the weights in the folder, in ``dtype``; otherwise transformers draws them. ``lora``:
     options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA, replaces weights of a
     model that is on the CPU by their bits, on the device of the run, those of experts after the adapter is there; what
-    has ``dequantize(dtype)`` by the weights' names, and a line about those that stay.
+    has ``dequantize(dtype)`` by the weights' names, and a line about those that stay. ``shapes``: of the tensors in the
+    folder, which are then not read where they can be read in parts: ``pieces`` has them, by the names of ``inner``.
     """
 
     def __init__(
@@ -90,13 +93,18 @@ class CausalLM(nn.Module):
         weights: bool = False,
         lora: Any = None,
         quantize: Callable[[nn.Module, bool], tuple[Mapping[str, Any], str]] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
         self.config, self.lora = config, lora is not None
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
-        if weights or self.lora:
+        found = "" if shapes is None else self._in_parts(shapes, options)
+        self.pieces, self.whole_because = (found, "") if isinstance(found, dict) else ({}, found)
+        if self.pieces:
+            pass
+        elif weights or self.lora:
             options |= {"output_loading_info": True, "local_files_only": True, "ignore_mismatched_sizes": True}
             with torch.device("cpu") if quantize else contextlib.nullcontext(), _explained(config.folder):
                 self.inner, info = AutoModelForCausalLM.from_pretrained(config.folder, **options)
@@ -130,6 +138,28 @@ class CausalLM(nn.Module):
             experts, self.unquantized = quantize(self.inner.get_base_model(), True)
             self.quantized |= {path.replace(".base_layer", ""): weight for path, weight in experts.items()}
         self.inner.train()
+
+    def _in_parts(
+        self, shapes: Mapping[str, Sequence[int]], options: Mapping[str, Any]
+    ) -> dict[str, list[Piece]] | str:
+        """Build the model without its weights, and say what makes them; or why it has to be read whole."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"), _explained(self.config.folder):
+            skeleton = AutoModelForCausalLM.from_config(_config(self.config.folder), **options)
+            found = pieces_of(skeleton, shapes)
+        if isinstance(found, dict):
+            with _explained(self.config.folder):
+                self.inner = without_weights(skeleton, self.config.folder, options)
+        return found
+
+    def pieces_by_name(self) -> dict[str, list[Piece]]:
+        """``pieces`` by the names of parameters and buffers, under an adapter too."""
+        names = [name for name, _ in (*self.named_parameters(), *self.named_buffers())]
+        plain = {
+            n: n.removeprefix("inner.").removeprefix("base_model.model.").replace(".base_layer", "") for n in names
+        }
+        return {name: self.pieces[known] for name, known in plain.items() if known in self.pieces}
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """With ``positions`` (B, T), that begin again at 0 in each document, documents do not see each other."""
@@ -165,7 +195,7 @@ class CausalLM(nn.Module):
         for param in (
             p for m in linear for p in m.parameters(recurse=False) if not p.requires_grad and p.is_floating_point()
         ):
-            param.data = param.data.to(dtype)
+            param.data = cast(param.data, dtype)
 
     def init_weights(self, seed: int | None = None, parts: Mapping[str, Any] | None = None) -> None:
         """Nothing is left to do: transformers has drawn or read the weights."""
