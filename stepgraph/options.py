@@ -244,6 +244,11 @@ class StepOptions:
     """Replay the whole step as one CUDA graph. No effect on a CPU."""
 
     @property
+    def may_offload_optimizer(self) -> bool:
+        """Whether the optimizer's state, or as much of it as a peak of memory needs, goes to the host."""
+        return self.offload_optimizer or self.memory.startswith("peak")
+
+    @property
     def compiles_all(self) -> bool:
         """Whether Inductor compiles the whole graph."""
         return self.inductor == "full" and self.passes == "default" and "inductor" not in self.disable_pass

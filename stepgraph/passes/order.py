@@ -31,6 +31,7 @@ import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.matmul.lora
 import stepgraph.passes.memory.fit
+import stepgraph.passes.memory.prefetch
 import stepgraph.passes.memory.recompute
 import stepgraph.passes.memory.rematerialize
 import stepgraph.passes.memory.tiles
@@ -93,6 +94,7 @@ ORDER = (
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
+    "prefetch_state",  # optimizer state comes from the host during backward
     "tag_regions",  # what regional Inductor compiles
     "rematerialize",  # what a compiler's kernels carry from forward to backward
     "inductor",  # numerics: forward, backward and update as fused kernels

@@ -47,6 +47,7 @@ def test_the_bits_are_the_same_and_the_peak_is_lower(deterministic, kind, induct
     assert all(v.device.type == "cpu" and v.is_pinned() for v in held)
     size = sum(v.nbytes for v in held)
     assert peak < most - 0.3 * size, (peak, most, size)
+    assert next(report for report in step.report if report.name == "prefetch_state").changed
     if cuda_graph:
         recording = next(report for report in step.report if report.name == "cuda_graph")
         assert recording.summary.startswith("1 CUDA graph, 0 nodes on the host")

@@ -57,8 +57,13 @@ class Trips:
         starts = simulate(graph, seconds, ASSUMED, links.groups_of(graph.nodes)).starts
         self.times: list[float] = []
         """When each node runs, in seconds."""
+        self.done: list[float] = []
+        """When all that computes before each node has run."""
+        done = 0.0
         for node in nodes:
             self.times.append(max(starts.get(node.name, 0.0), self.times[-1] if self.times else 0.0))
+            self.done.append(done)
+            done = max(done, starts.get(node.name, 0.0) + seconds.get(node, 0.0))
         self.first_backward = next((i for i, node in enumerate(nodes) if plan.is_backward(node)), len(nodes) - 1)
         self.block_ends, self.block_begins = self._block_ends(("forward", "loss")), self._block_ends(("backward",))
         cut = compiled and len(plan.step.blocks) >= _FEWEST_BLOCKS

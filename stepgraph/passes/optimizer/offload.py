@@ -54,9 +54,9 @@ class OffloadOptions:
 
 
 def _from_options(options: StepOptions) -> dict[str, object] | None:
-    if options.offload_optimizer:
-        return {}
-    return {"state": 0.0} if options.memory.startswith("peak") else None
+    if not options.may_offload_optimizer:
+        return None
+    return {} if options.offload_optimizer else {"state": 0.0}
 
 
 def _for_target(options: OffloadOptions, target: Target) -> OffloadOptions:

@@ -17,9 +17,11 @@ from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.host_copies import COPIES, OFFLOAD_BEGIN, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, on_host
+from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.offload import page_locked
 from stepgraph.passes import StepOptions, Target, configured, get, run_passes
+from stepgraph.passes.compile.blocks import consecutive
 
 EXPAND = replace(get("expand_optimizer"), needs_cuda=False)
 ops = torch.ops.stepgraph
@@ -117,14 +119,15 @@ def test_arithmetic_of_a_compiler_is_by_parts(name):
     assert not any(on_host(source) for node in nodes for source in node.all_input_nodes)
 
 
-def large(part_bytes, layers=8):
+def large(part_bytes, rows=4, passes=None):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step = trace_step(
-        model, mse, torch.zeros(4, 256), optimizer, room=0.0 if part_bytes is not None else math.inf
+        model, mse, torch.zeros(256).expand(rows, 256), optimizer, room=0.0 if part_bytes is not None else math.inf
     ).program.main
-    run_passes(step, passes_of(part_bytes is not None, part_bytes), target=Target("cuda", simulated=True))
+    passes = passes or passes_of(part_bytes is not None, part_bytes)
+    run_passes(step, passes, target=Target("cuda", simulated=True))
     return step
 
 
@@ -144,6 +147,59 @@ def test_three_parts_are_on_the_device():
     assert {targets.count(t) for t in (RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END)} == {16}
     copies = assumed_timeline(graph).copies
     assert sum(copy.bytes for copy in copies) == 2 * state and sum(copy.back for copy in copies) == len(copies) / 2
+
+
+@pytest.mark.parametrize(("rows", "late"), [(4, False), (2**20, True)])
+def test_the_first_parts_come_during_backward(rows, late):
+    """As late as their copies take, where the peak has room: it stays what it is."""
+    passes = passes_of(True, 1)
+    plain, found = (large(1, rows, [p for p in passes if p.name != left]) for left in ("prefetch_state", ""))
+    report = found.log[-1]
+    assert report.name == "prefetch_state" and (report.changed, report.matched) == (4, 16) and report.added_s < 0
+    assert estimate_memory(found.graph).peak == estimate_memory(plain.graph).peak
+    reloads = [node for node in found.graph.nodes if node.target is RELOAD_BEGIN]
+    phases = [phase_of(node) for node in reloads]
+    assert phases == ["backward"] * 4 + ["optimizer"] * (len(reloads) - 4)
+    backward = list(found.nodes("backward"))
+    assert (backward.index(reloads[0]) > len(backward) / 2) == late
+    assert assumed_timeline(found.graph).step_seconds < assumed_timeline(plain.graph).step_seconds
+
+
+def test_state_comes_between_the_pieces_of_a_compiler():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(6)))
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x).tanh(), model[1], model[0](x))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def pieces(compiled):
+        step = trace_step(model, mse, torch.zeros(2**20, 1).expand(-1, 64), optimizer, room=0.0).program.main
+        passes = passes_of(True, 1)
+        passes = [p.with_options(compiled=bool(compiled)) if p.name == "prefetch_state" else p for p in passes]
+        passes = [p for p in passes if p.name != "prefetch_state" or compiled is not None]
+        run_passes(step, passes, target=Target("cuda", simulated=True))
+        nodes = [node for node in step.graph.nodes if phase_of(node) in ("forward", "loss", "backward")]
+        moved = [node for node in nodes if node.target is RELOAD_BEGIN]
+        kept = set(nodes)
+        found = consecutive(step, lambda node: "step" if node in kept and node.target not in COPIES else None, cut=True)
+        return len(moved), len(found)
+
+    (none, fewest), (moved, same), (split, more) = map(pieces, (None, True, False))
+    assert not none and moved and split and fewest == same < more
+
+
+def test_activations_come_before_state():
+    """Their copies travel the same way, and backward waits for them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in "1234"))
+    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x), model[1], model[0](x))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = trace_step(model, mse, torch.zeros(512, 64), optimizer, room=0.0).program.main
+    run_passes(
+        step, StepOptions("exact", offload_optimizer=True, memory="1.*=offload"), target=Target("cuda", simulated=True)
+    )
+    reloads = [node for node in step.graph.nodes if node.target is RELOAD_BEGIN]
+    of_state = [node.args[0].op == "placeholder" for node in reloads]
+    assert of_state == sorted(of_state) and not all(of_state) and any(of_state)
 
 
 def test_parts_end_with_a_repeated_block():
