@@ -31,7 +31,7 @@ class PassReport:
     no pass may follow in another run of passes. ``graph``: which of a step's graphs it was. ``excerpts``: of what it
     changed, before and after. ``peak``: bytes at the graph's peak as `fit_memory` counts them. ``peak_curve``: (bytes
     at the step's peak, seconds that it costs), from where all is kept to the least. ``peak_chosen``: the same of what
-    was chosen. ``added_s``: seconds that a step takes longer for what the pass copies, as forecast.
+    was chosen. ``added_s``: seconds that a step takes longer (below 0: less) by the copies of the pass, as forecast.
     """
 
     name: str

@@ -6,9 +6,9 @@ wait for memory that an update frees, and travel at the same time as what is cop
     ...; backward(); y = reload_begin(m, device); ...  ->  ...; y = reload_begin(m, device); backward(); ...
 
 A copy begins as late as the cost model says that it takes, after those of activations, where the graph has room for it:
-the peak stays as it is. Under a compiler it begins between two repeated blocks, so that no kernel is split. Exact: a copy
-has the same bits. Preconditions: all passes that move nodes or free memory have run; backward and update are in one
-graph.
+the peak stays as it is. Under a compiler it begins between two repeated blocks, so that no kernel is split. Exact: a
+copy has the same bits. Preconditions: all passes that move nodes or free memory have run; backward and update are in
+one graph.
 """
 
 import bisect
