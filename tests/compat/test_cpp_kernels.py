@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.sizevars import stride_at_vec_range
+from torch._inductor.codegen.cpp import stride_at_vec_range
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.functions import FloorDiv, ModularIndexing
 
