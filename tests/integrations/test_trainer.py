@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Trainer, TrainingArg
 import stepgraph  # noqa: E402
 from stepgraph import CaptureError  # noqa: E402
 from stepgraph.integrations import GraphTrainer  # noqa: E402
+from stepgraph.passes import StepOptions  # noqa: E402
 
 VOCAB = 61
 SHAPE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
@@ -38,7 +39,7 @@ def trained(kind, folder, model=None, *, count=22, resume=None, trainer_options=
     arguments = TrainingArguments(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **(defaults | options))
     own = {"passes": "exact"} if kind is GraphTrainer else {}
     given = trainer_options or {}
-    trainer = kind(model=model or qwen(), args=arguments, train_dataset=sequences(count), **own, **given)
+    trainer = kind(model=model or qwen(), args=arguments, train_dataset=sequences(count), **(own | given))
     trainer.train(resume_from_checkpoint=resume)
     steps = [
         {k: log[k] for k in ("loss", "grad_norm", "learning_rate", "step")} for log in trainer.state.log_history[:-1]
@@ -139,6 +140,20 @@ def test_saving_and_resuming(tmp_path):
         check_same(whole, again)
 
 
+def test_optimizer_state_on_the_host_is_saved_and_resumed(tmp_path):
+    """By the plain Trainer too; clipped, and in microbatches."""
+    given = {"trainer_options": {"passes": StepOptions("exact", offload_optimizer=True)}}
+    options = {"count": 16, "save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
+    whole = trained(Trainer, tmp_path / "plain", **options)
+    check_same(whole, trained(GraphTrainer, tmp_path / "host", **options, **given))
+    for kind, source, own in ((GraphTrainer, "plain", given), (GraphTrainer, "host", given), (Trainer, "host", {})):
+        again = trained(kind, tmp_path / "again", resume=str(tmp_path / source / "checkpoint-2"), **options, **own)
+        check_same(whole, again)
+        if kind is GraphTrainer:
+            (step,) = again[1]._steps.values()
+            assert any(report.name == "offload_optimizer" and report.changed for report in step.report)
+
+
 def test_saving_captures_nothing_again(tmp_path, recwarn):
     """``save_pretrained`` writes the model's class and dtype into its configuration."""
     _, trainer = trained(GraphTrainer, tmp_path, count=8, save_strategy="steps", save_steps=2)
@@ -170,8 +185,6 @@ def test_default_passes_train_as_well(tmp_path):
         str(tmp_path / "graph"), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[],
         use_cpu=True, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
-    from stepgraph.passes import StepOptions
-
     passes = StepOptions(inductor="off", norm="kernel")
     trainer = GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(22), passes=passes)
     trainer.train()
