@@ -14,6 +14,10 @@ from stepgraph.kernels.fp8 import cast_triton, swiglu, swiglu_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
+# Whole tiles and parts of one in few rows: the interpreter takes long for each program.
+cast_triton.TILE, cast_triton.CAST_TALL, cast_triton.CAST_WIDE = 32, 32, 32
+cast_triton.PAIRS_ROWS, cast_triton.PAIRS, cast_triton.PAIRS_CHUNK = 16, 16, 32
+swiglu_triton.WIDE, swiglu_triton.CHUNK = 32, 32
 
 everything = []
 for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):

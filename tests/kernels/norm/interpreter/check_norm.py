@@ -90,8 +90,8 @@ def test_forward_and_backward(data):
 @pytest.mark.parametrize(
     ("kind", "dtype", "n", "split"),
     [
-        ("rms", torch.bfloat16, 77, 1),
-        ("layer", torch.bfloat16, 77, 2),
+        pytest.param("rms", torch.bfloat16, 77, 1, marks=pytest.mark.long),
+        pytest.param("layer", torch.bfloat16, 77, 2, marks=pytest.mark.long),
         ("rms", torch.float32, 66, 2),
         ("layer", torch.bfloat16, 92, 1),
     ],
