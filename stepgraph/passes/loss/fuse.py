@@ -4,7 +4,7 @@ Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` a
 where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
 backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
 vocabulary (tensor parallelism), see `split`; for log-probabilities of labels, entropies and divergences of two models,
-as in DPO, GRPO and distillation, see `tokens`.
+as in DPO, GRPO and distillation, see `tokens`; for both of the same logits, `apart`.
 Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
 indices as targets, no class weights, mean or sum.
 """
@@ -20,8 +20,8 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.loss import chunk, split, tokens
-from stepgraph.passes.loss.head import SAME, readers
+from stepgraph.passes.loss import apart, chunk, split, tokens
+from stepgraph.passes.loss.head import SAME, Head, readers
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # torch's numbers for the reductions
@@ -50,7 +50,7 @@ class LossOptions:
 )
 def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None:
     """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
-    entropies, fused, saved, heads, done = 0, 0, 0, "", set()
+    entropies, fused, saved, heads, done = 0, 0, 0, _apart(step.graph, options, report), set()
     for node in list(step.graph.nodes):
         if node.target not in _FIRST or node in done:
             continue
@@ -75,6 +75,28 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
     report.summary = (
         f"{what} computed with the gradient, {saved / 2**20:.0f} MiB of gradients written over logits{heads}"
     )
+
+
+def _apart(graph: fx.Graph, options: LossOptions, report: PassReport) -> str:
+    """Make two heads of each whose logits two losses read, if both are then rewritten; what was done."""
+    done = 0
+    for product, taken in apart.shared(graph).items():
+        if chunk.parts(Head(product, product), options.chunks, options.part_bytes) == 1:
+            continue
+        copied: dict[fx.Node, fx.Node] = {}
+        trial = fx.Graph()
+        trial.output(trial.graph_copy(graph, copied))
+        found = apart.separate(copied[product], [copied[node] for node in taken])
+        if not isinstance(found, str):
+            aliases = Aliases(trial)
+            losses = [tokens.match(node, aliases) or _match(node, aliases) for node in found]
+            found = next((loss for loss in losses if isinstance(loss, str)), found)
+        if isinstance(found, str):
+            report.notes.append(f"{product.name}, whose logits two losses read, stays one head: {found}")
+        else:
+            apart.separate(product, taken)
+            done += 1
+    return f"; {done} heads made two, one for each of their losses" if done else ""
 
 
 def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOptions, report: PassReport) -> str:

@@ -38,9 +38,9 @@ from stepgraph.passes.loss.head import RESHAPES, SAME, Head, place, readers, unf
 from stepgraph.passes.loss.terms import LOG, SOFTMAXES, P, Reading, Symbol, Terms, plus, times
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default)
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
-_BACKWARDS = {aten._log_softmax_backward_data.default: LOG, aten._softmax_backward_data.default: P}
+BACKWARDS = {aten._log_softmax_backward_data.default: LOG, aten._softmax_backward_data.default: P}
 _SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.default)
 _IGNORE = -100  # a gather takes no negative label, so that none is left out
 
@@ -187,7 +187,7 @@ def _region(softmax: fx.Node, read: Reading) -> tuple[list[fx.Node], ...]:
             seen.add(user)
             if user.target is aten.gather.default and node.target in SOFTMAXES:
                 gathers.append(user)
-            elif user.target in _BACKWARDS:
+            elif user.target in BACKWARDS:
                 lasts.append(user)
             elif user.target in _SUMS and _sums_last(user):
                 totals.append(user)
@@ -271,10 +271,10 @@ def _logits(side: fx.Node, softmaxes: list[fx.Node], end: fx.Node) -> Logits | s
     while True:
         if len(node.users) > 1 and (node is not side or set(node.users) - set(softmaxes)):
             return f"{node.name}, its logits, is read elsewhere"
-        if node.target in _PRODUCTS and not node.kwargs:
+        if node.target in PRODUCTS and not node.kwargs:
             return Logits(Head(node, end), views, scale)
-        factor = _factor(node)
-        if not (factor or _keeps_rows(node)):
+        factor = factor_of(node)
+        if not (factor or keeps_rows(node)):
             return "its logits are no matrix product"
         views.insert(0, node)
         node, scale = node.args[0], scale * (factor or 1.0)
@@ -303,7 +303,7 @@ def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Readi
             elif (one := read(part)) is None:
                 return f"{part.name}, its gradient, is of another loss"
             else:
-                terms = plus(terms, times(one, {((P, own),): 1.0}) if _BACKWARDS[last.target] == P else one)
+                terms = plus(terms, times(one, {((P, own),): 1.0}) if BACKWARDS[last.target] == P else one)
     for key, factor in terms.items():
         rows, symbols = _divided(key)
         kinds = dict(symbols)
@@ -320,9 +320,9 @@ def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Readi
             factors[name] = factors.get(name, 0.0) - factor
     tokens.slopes = _without_zeros(tokens.slopes)
     node, scale = tokens.last, 1.0
-    while (user := only_user(node)) is not None and user.target not in (aten.t.default, *_PRODUCTS):
-        factor = _factor(user)
-        if not (factor or _keeps_rows(user) or _pads_rows(user)):
+    while (user := only_user(node)) is not None and user.target not in (aten.t.default, *PRODUCTS):
+        factor = factor_of(user)
+        if not (factor or keeps_rows(user) or pads_rows(user)):
             return f"{user.name} reads the gradient of its logits"
         node, scale = user, scale * (factor or 1.0)
         tokens.back.append(node)
@@ -338,7 +338,7 @@ def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Readi
     return None
 
 
-def _factor(node: fx.Node) -> float | None:
+def factor_of(node: fx.Node) -> float | None:
     """The number that ``node`` multiplies a tensor by."""
     if node.target not in (aten.mul.Tensor, aten.div.Tensor) or node.kwargs or isinstance(node.args[1], fx.Node):
         return None
@@ -346,7 +346,7 @@ def _factor(node: fx.Node) -> float | None:
     return number if node.target is aten.mul.Tensor else 1 / number if number else None
 
 
-def _keeps_rows(node: fx.Node) -> bool:
+def keeps_rows(node: fx.Node) -> bool:
     """Whether ``node`` casts, or views whole rows."""
     if is_cast(node):
         return True
@@ -357,7 +357,7 @@ def _keeps_rows(node: fx.Node) -> bool:
     return node.target in RESHAPES or sliced
 
 
-def _pads_rows(node: fx.Node) -> bool:
+def pads_rows(node: fx.Node) -> bool:
     return node.target is aten.slice_backward.default and node.args[2] % len(node.args[1]) != len(node.args[1]) - 1
 
 
@@ -550,7 +550,7 @@ class _Writer:
     def _along(self, build: Builder, node: fx.Node, views: list[fx.Node], width: int) -> fx.Node:
         """``node``, whose rows are those of logits, through the ``views`` that logits go through."""
         for view in views:
-            if is_cast(view) or _factor(view):
+            if is_cast(view) or factor_of(view):
                 continue
             shape = [*view.meta["val"].shape[:-1], width]
             if view.target is aten.slice.Tensor:

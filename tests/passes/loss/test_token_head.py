@@ -212,6 +212,82 @@ def test_sums_over_the_vocabulary(loss_fn, options, chunks):
             assert error < most, f"{name}: {error:.1e} rewritten, {before:.1e} before"
 
 
+def distilled(pair, ids):
+    """As students learn: of labels, and of the teacher at a temperature."""
+    mine, other = pair.policy(ids), pair.reference(ids)
+    logs, target = ((logits.float() / 2.0).log_softmax(-1) for logits in (mine, other))
+    soft = F.kl_div(logs.flatten(0, 1), target.flatten(0, 1), log_target=True, reduction="batchmean")
+    return 0.3 * F.cross_entropy(mine.float().flatten(0, 1), ids.roll(1, 1).flatten()) + 0.7 * 2.0**2 * soft
+
+
+def distilled_in_rows(pair, ids):
+    """The cross entropy first, both of rows in the model's dtype, at a temperature below 1."""
+    mine, other = (model(ids).flatten(0, 1) for model in (pair.policy, pair.reference))
+    hard = F.cross_entropy(mine, ids.flatten())
+    return hard + F.kl_div((mine * 1.5).log_softmax(-1), (other * 1.5).softmax(-1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("loss_fn", [distilled, distilled_in_rows])
+def test_labels_and_a_teacher_at_a_temperature(loss_fn, options):
+    """Two losses of the same logits, each in parts."""
+    torch.manual_seed(0)
+    model, ids = Pair(**options), ids_of()
+    wide = gradients(copy.deepcopy(model).double(), loss_fn, ids, None)
+    _, plain, *_ = gradients(model, loss_fn, ids, [])
+    loss, grads, _, report = gradients(model, loss_fn, ids, [FUSE.with_options(chunks=3)])
+    assert report.notes == [] and "1 of 1 cross entropies computed with the gradient" in report.summary
+    said = (
+        "heads made two, one for each of their losses",
+        "head and loss of 28 x 37",
+        "heads and divergences of 28 x 37",
+    )
+    assert all(words in report.summary for words in said) and report.summary.count("in 3 parts of 10 rows") == 2
+    tolerance = 2e-2 if "dtype" in options else 1e-5
+    torch.testing.assert_close(loss.double(), wide[0].double(), rtol=tolerance, atol=tolerance)
+    for name, slope in wide[1].items():
+        if slope is not None:
+            error, before = ((g[name].double() - slope).norm() / slope.norm() for g in (grads, plain))
+            assert error < max(2e-6, 2 * before), f"{name}: {error:.1e} rewritten, {before:.1e} before"
+
+
+def test_no_logits_of_two_losses(tools):
+    model, ids = Pair(dtype=torch.bfloat16), ids_of((4, 256))
+    step = tools.trace(model, distilled, ids)
+    before = estimate_memory(step.graph).peak
+    run_passes(step, [FUSE.with_options(chunks=4)])
+    wide = [n.meta["val"] for n in step.graph.nodes
+            if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].shape[-1:] == (VOCAB,)]  # fmt: skip
+    assert {(v.dtype, len(v)) for v in wide if v.shape[0] != WIDTH} == {(torch.bfloat16, 256)}
+    assert estimate_memory(step.graph).peak < before - 3 * 1024 * VOCAB * 4
+
+
+def test_two_losses_that_stay_one_head():
+    """One part is cheaper as it is; and a loss that cannot be rewritten leaves both."""
+    torch.manual_seed(0)
+    model, ids = Pair(), ids_of()
+    (_, _, _, one), (_, _, _, left) = (
+        gradients(model, loss_fn, ids, [FUSE.with_options(chunks=chunks)])
+        for loss_fn, chunks in (
+            (distilled, 1),
+            (lambda p, i: distilled(p, i) + p.policy.out(p.policy.table(i)).amax(), 2),
+        )
+    )
+    assert "made two" not in one.summary and "made two" in left.summary  # the third product is another head
+
+    def weighted_labels(pair, ids):
+        mine = pair.policy(ids).flatten(0, 1)
+        hard = F.cross_entropy(mine, ids.flatten(), torch.arange(1.0, VOCAB + 1))
+        return hard + F.kl_div((mine / 2).log_softmax(-1), pair.reference(ids).flatten(0, 1).softmax(-1))
+
+    expected, grads, *_ = gradients(model, weighted_labels, ids, None)
+    loss, mine, _, report = gradients(model, weighted_labels, ids, [FUSE.with_options(chunks=2)])
+    assert any("whose logits two losses read, stays one head: class weights" in note for note in report.notes)
+    torch.testing.assert_close(loss, expected)
+    for name, grad in grads.items():
+        torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("loss_fn", [forward_kl, reverse_kl, policy_gradient])
 def test_no_logits_of_two_models(tools, loss_fn, chunks):

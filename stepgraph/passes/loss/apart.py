@@ -1,0 +1,100 @@
+"""A head whose logits two losses read, as one head for each, so that `fuse_loss` puts both in parts.
+
+Matches: the logits ``x w^T`` that softmaxes of two losses take, as cross entropy and a divergence at a temperature do
+in distillation, where the gradients of both meet in one sum before the products for ``dx`` and ``dw``. Before -> after:
+
+    logits = x w^T; a(logits) + b(logits / T)   ->  logits_a = x w^T; a(logits_a);  logits_b = x w^T; b(logits_b / T)
+    g = g_a + g_b; dx = g w; dw = g^T x         ->  dx = g_a w + g_b w; dw = g_a^T x + g_b^T x
+
+No tensor of all logits is left, for three products more. Preconditions: nothing else reads the logits, both losses then
+match, and the logits are computed in several parts.
+"""
+
+import torch
+from torch import fx
+
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import only_user
+from stepgraph.passes.loss.head import readers
+from stepgraph.passes.loss.terms import SOFTMAXES
+from stepgraph.passes.loss.tokens import BACKWARDS, PRODUCTS, factor_of, keeps_rows, pads_rows
+
+aten = torch.ops.aten
+
+
+def shared(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The products whose logits the softmaxes of two losses take: what these take, in order."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in SOFTMAXES and (chain := _chain(node.args[0])):
+            taken = found.setdefault(chain[-1], [])
+            taken += [node.args[0]] if node.args[0] not in taken else []
+    return {product: taken for product, taken in found.items() if len(taken) == 2}
+
+
+def separate(product: fx.Node, taken: list[fx.Node]) -> list[fx.Node] | str:
+    """Make a product for each of both losses; their first softmaxes, or why nothing was done."""
+    chains = [_chain(node) for node in taken]
+    common = [node for node in chains[0] if node in chains[1]]  # from the fork up to the product
+    branches = [[node for node in chain if node not in common] for chain in chains]
+    fork = common[0]
+    firsts = [set(b[-1:]) or {u for u in fork.users if u.target in SOFTMAXES} for b in branches]
+    if set(fork.users) != firsts[0] | firsts[1] or any(len(node.users) > 1 for node in common[1:]):
+        return "its logits are read elsewhere"
+    softmaxes = [[user for user in node.users if user.target in SOFTMAXES] for node in taken]
+    reached = [_reached(nodes) for nodes in softmaxes]
+    meet = next((node for node in reached[0] if node in reached[1]), None)
+    if meet is None or meet.target is not aten.add.Tensor or meet.kwargs:
+        return "the gradients of its losses do not meet in a sum"
+    sides = [
+        next((n for n in meet.args if n in some and n not in rest), None) for some, rest in (reached, reached[::-1])
+    ]
+    tail = [meet]
+    while (user := only_user(tail[-1])) is not None and (factor_of(user) or keeps_rows(user) or pads_rows(user)):
+        tail.append(user)
+    ends = [n for u in tail[-1].users for n in (u.users if u.target is aten.t.default else (u,))]
+    if None in sides or not all(n.target in (aten.mm.default, aten.sum.dim_IntList) for n in ends):
+        return "the gradient of its logits is read elsewhere"
+    turned, copies = [u for u in tail[-1].users if u.target is aten.t.default], []
+    for side in sides:
+        made = {meet: side}
+        for node in (*tail[1:], *turned, *ends):
+            made[node] = _copy(node, made, node)
+        copies.append(made)
+    for end in ends:
+        end.replace_all_uses_with(Builder(end, before=end)(aten.add.Tensor, *(made[end] for made in copies)))
+    made, behind = {}, fork.next
+    for node in reversed(common):
+        made[node] = _copy(node, made, behind)
+    for user in firsts[1]:
+        user.replace_input_with(fork, made[fork])
+    erase_unread(*ends)
+    return [nodes[0] for nodes in softmaxes]
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """``node`` and what it is made of, up to the product of a head; empty without one."""
+    found = [node]
+    while node.target not in PRODUCTS:
+        if node.op != "call_function" or not (factor_of(node) or keeps_rows(node)):
+            return []
+        found.append(node := node.args[0])
+    return found
+
+
+def _reached(softmaxes: list[fx.Node]) -> list[fx.Node]:
+    """What is made of the gradients of ``softmaxes`` row by row, in the order of the graph."""
+    queue = [user for node in softmaxes for user in readers(node) if user.target in BACKWARDS]
+    found = set(queue)
+    while queue:
+        for user in queue.pop().users:
+            linear = user.target is aten.add.Tensor or factor_of(user) or keeps_rows(user) or pads_rows(user)
+            if linear and user not in found:
+                found.add(user)
+                queue.append(user)
+    return sorted(found)
+
+
+def _copy(node: fx.Node, made: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+    with node.graph.inserting_before(before):
+        return node.graph.node_copy(node, lambda n: made.get(n, n))
