@@ -141,7 +141,16 @@ def policy_gradient(pair, batch):
     return (0.1 * kl - (mine - mine.detach()).exp() - 0.01 * entropy).mean()
 
 
-@pytest.mark.parametrize("loss_fn", [distilled, reversed_kl, policy_gradient])
+def taught(pair, batch):
+    """Of labels, and of the teacher at a temperature, of the same logits."""
+    heads = (pair.up, pair.head), pair.frozen
+    mine, other = (head(up(batch["x"]).tanh()).flatten(0, 1).float() for up, head in heads)
+    logs, target = (mine / 2).log_softmax(-1), (other / 2).log_softmax(-1)
+    soft = F.kl_div(logs, target, log_target=True, reduction="batchmean")
+    return 0.3 * F.cross_entropy(mine, batch["y"].flatten()) + 2.8 * soft
+
+
+@pytest.mark.parametrize("loss_fn", [distilled, reversed_kl, policy_gradient, taught])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_losses_as_they_are_written(loss_fn, dtype):
     """Found by `fuse_loss`: eager's loss and gradients, equal bits from run to run, and no logits of all in fp32."""

@@ -1,12 +1,13 @@
-"""A head whose logits two losses read, as one head for each, so that `fuse_loss` puts both in parts.
+"""A head whose logits several losses read, as one head for each, so that `fuse_loss` puts all in parts.
 
-Matches: the logits ``x w^T`` that softmaxes of two losses take, as cross entropy and a divergence at a temperature do
-in distillation, where the gradients of both meet in one sum before the products for ``dx`` and ``dw``. Before -> after:
+Matches: the logits ``x w^T`` that softmaxes of several losses take, as cross entropy and a divergence at a temperature
+do in distillation, and the detached ones of a head that another one learns from. At most two have a gradient, and
+these meet in one sum before the products for ``dx`` and ``dw``. Before -> after:
 
     logits = x w^T; a(logits) + b(logits / T)   ->  logits_a = x w^T; a(logits_a);  logits_b = x w^T; b(logits_b / T)
     g = g_a + g_b; dx = g w; dw = g^T x         ->  dx = g_a w + g_b w; dw = g_a^T x + g_b^T x
 
-No tensor of all logits is left, for three products more. Preconditions: nothing else reads the logits, both losses then
+No tensor of all logits is left, for three products more. Preconditions: nothing else reads the logits, all losses then
 match, and the logits are computed in several parts.
 """
 
@@ -23,32 +24,50 @@ aten = torch.ops.aten
 
 
 def shared(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """The products whose logits the softmaxes of two losses take: what these take, in order."""
+    """The products whose logits the softmaxes of several losses take: what these take, in order."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in SOFTMAXES and (chain := _chain(node.args[0])):
             taken = found.setdefault(chain[-1], [])
             taken += [node.args[0]] if node.args[0] not in taken else []
-    return {product: taken for product, taken in found.items() if len(taken) == 2}
+    return {product: taken for product, taken in found.items() if len(taken) > 1}
 
 
 def separate(product: fx.Node, taken: list[fx.Node]) -> list[fx.Node] | str:
-    """Make a product for each of both losses; their first softmaxes, or why nothing was done."""
+    """Make a product for each loss; their first softmaxes, or why nothing was done."""
     chains = [_chain(node) for node in taken]
-    common = [node for node in chains[0] if node in chains[1]]  # from the fork up to the product
-    branches = [[node for node in chain if node not in common] for chain in chains]
+    common = [node for node in chains[0] if all(node in chain for chain in chains)]  # from the fork up to the product
     fork = common[0]
-    firsts = [set(b[-1:]) or {u for u in fork.users if u.target in SOFTMAXES} for b in branches]
-    if set(fork.users) != firsts[0] | firsts[1] or any(len(node.users) > 1 for node in common[1:]):
-        return "its logits are read elsewhere"
     softmaxes = [[user for user in node.users if user.target in SOFTMAXES] for node in taken]
-    reached = [_reached(nodes) for nodes in softmaxes]
-    meet = next((node for node in reached[0] if node in reached[1]), None)
-    if meet is None or meet.target is not aten.add.Tensor or meet.kwargs:
-        return "the gradients of its losses do not meet in a sum"
-    sides = [
-        next((n for n in meet.args if n in some and n not in rest), None) for some, rest in (reached, reached[::-1])
+    # What reads the fork, of each: the last of its branch, or its softmaxes.
+    firsts = [
+        {next((n for n in reversed(chain) if n not in common), None)} - {None} or {*nodes}
+        for chain, nodes in zip(chains, softmaxes, strict=True)
     ]
+    if set(fork.users) != set().union(*firsts) or any(len(node.users) > 1 for node in common[1:]):
+        return "its logits are read elsewhere"
+    if reason := _separate_gradients(softmaxes):
+        return reason
+    behind = fork.next
+    for firsts_of_one in firsts[1:]:
+        made: dict[fx.Node, fx.Node] = {}
+        for node in reversed(common):
+            made[node] = _copy(node, made, behind)
+        for user in firsts_of_one:
+            user.replace_input_with(fork, made[fork])
+    return [nodes[0] for nodes in softmaxes]
+
+
+def _separate_gradients(softmaxes: list[list[fx.Node]]) -> str | None:
+    """Multiply the gradients of two losses instead of their sum; or why not. One alone is none's sum."""
+    reached = [some for some in map(_reached, softmaxes) if some]
+    if len(reached) < 2:
+        return None
+    meet = next((node for node in reached[0] if node in reached[1]), None)
+    if len(reached) > 2 or meet is None or meet.target is not aten.add.Tensor or meet.kwargs:
+        return "the gradients of its losses do not meet in one sum"
+    pairs = (reached, reached[::-1])
+    sides = [next((n for n in meet.args if n in some and n not in rest), None) for some, rest in pairs]
     tail = [meet]
     while (user := only_user(tail[-1])) is not None and (factor_of(user) or keeps_rows(user) or pads_rows(user)):
         tail.append(user)
@@ -63,13 +82,8 @@ def separate(product: fx.Node, taken: list[fx.Node]) -> list[fx.Node] | str:
         copies.append(made)
     for end in ends:
         end.replace_all_uses_with(Builder(end, before=end)(aten.add.Tensor, *(made[end] for made in copies)))
-    made, behind = {}, fork.next
-    for node in reversed(common):
-        made[node] = _copy(node, made, behind)
-    for user in firsts[1]:
-        user.replace_input_with(fork, made[fork])
     erase_unread(*ends)
-    return [nodes[0] for nodes in softmaxes]
+    return None
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:

@@ -78,25 +78,38 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
 
 
 def _apart(graph: fx.Graph, options: LossOptions, report: PassReport) -> str:
-    """Make two heads of each whose logits two losses read, if both are then rewritten; what was done."""
-    done = 0
-    for product, taken in apart.shared(graph).items():
-        if chunk.parts(Head(product, product), options.chunks, options.part_bytes) == 1:
-            continue
-        copied: dict[fx.Node, fx.Node] = {}
-        trial = fx.Graph()
-        trial.output(trial.graph_copy(graph, copied))
+    """Make a head for each loss of those whose logits several read, if all are then rewritten; what was done."""
+    several = {
+        product: taken
+        for product, taken in apart.shared(graph).items()
+        if chunk.parts(Head(product, product), options.chunks, options.part_bytes) > 1
+    }
+    if len(several) > 1 and _separable(graph, several) is None:  # heads that learn from each other go together
+        tried = [several]
+    else:
+        tried = []
+        for product, taken in several.items():
+            if (reason := _separable(graph, {product: taken})) is None:
+                tried.append({product: taken})
+            else:
+                report.notes.append(f"{product.name}, whose logits {len(taken)} losses read, stays one head: {reason}")
+    made = [len(apart.separate(product, taken)) for some in tried for product, taken in some.items()]
+    return f"; {len(made)} heads made {sum(made)}, one for each of their losses" if made else ""
+
+
+def _separable(graph: fx.Graph, several: dict[fx.Node, list[fx.Node]]) -> str | None:
+    """Why losses of the same logits cannot all be rewritten once each has a head of its own, tried on a copy."""
+    copied: dict[fx.Node, fx.Node] = {}
+    trial, firsts = fx.Graph(), []
+    trial.output(trial.graph_copy(graph, copied))
+    for product, taken in several.items():
         found = apart.separate(copied[product], [copied[node] for node in taken])
-        if not isinstance(found, str):
-            aliases = Aliases(trial)
-            losses = [tokens.match(node, aliases) or _match(node, aliases) for node in found]
-            found = next((loss for loss in losses if isinstance(loss, str)), found)
         if isinstance(found, str):
-            report.notes.append(f"{product.name}, whose logits two losses read, stays one head: {found}")
-        else:
-            apart.separate(product, taken)
-            done += 1
-    return f"; {done} heads made two, one for each of their losses" if done else ""
+            return found
+        firsts += found
+    aliases = Aliases(trial)
+    losses = [tokens.match(node, aliases) or _match(node, aliases) for node in firsts]
+    return next((loss for loss in losses if isinstance(loss, str)), None)
 
 
 def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOptions, report: PassReport) -> str:

@@ -238,7 +238,7 @@ def test_labels_and_a_teacher_at_a_temperature(loss_fn, options):
     loss, grads, _, report = gradients(model, loss_fn, ids, [FUSE.with_options(chunks=3)])
     assert report.notes == [] and "1 of 1 cross entropies computed with the gradient" in report.summary
     said = (
-        "heads made two, one for each of their losses",
+        "1 heads made 2, one for each of their losses",
         "head and loss of 28 x 37",
         "heads and divergences of 28 x 37",
     )
@@ -249,6 +249,32 @@ def test_labels_and_a_teacher_at_a_temperature(loss_fn, options):
         if slope is not None:
             error, before = ((g[name].double() - slope).norm() / slope.norm() for g in (grads, plain))
             assert error < max(2e-6, 2 * before), f"{name}: {error:.1e} rewritten, {before:.1e} before"
+
+
+def taught(pair, ids):
+    """Both heads learn, each of the labels and of the other one."""
+    one, other = (model(ids).flatten(0, 1).float() for model in (pair.policy, pair.reference))
+    total = F.cross_entropy(one, ids.flatten()) + F.cross_entropy(other, ids.roll(1, 1).flatten())
+    for mine, teacher in ((one, other.detach()), (other, one.detach())):
+        logs, target = (mine / 1.7).log_softmax(-1), (teacher / 1.7).log_softmax(-1)
+        total = total + F.kl_div(logs, target, log_target=True, reduction="batchmean")
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_heads_that_learn_from_each_other(dtype):
+    torch.manual_seed(0)
+    model, ids = Pair(dtype=dtype).requires_grad_(True), ids_of()
+    wide = gradients(copy.deepcopy(model).double(), taught, ids, None)
+    _, plain, *_ = gradients(model, taught, ids, [])
+    loss, grads, _, report = gradients(model, taught, ids, [FUSE.with_options(chunks=3)])
+    assert report.notes == [] and "2 heads made 6, one for each of their losses" in report.summary
+    assert report.summary.count("in 3 parts of 10 rows") == 4 and report.matched == report.changed == 4
+    torch.testing.assert_close(loss.double(), wide[0].double(), rtol=1e-3, atol=1e-3)
+    for name, slope in wide[1].items():
+        error, before = ((g[name].double() - slope).norm() / slope.norm() for g in (grads, plain))
+        assert error < max(2e-6, 2 * before), f"{name}: {error:.1e} rewritten, {before:.1e} before"
+    assert stepgraph.capture(model, taught, ids, passes="exact").verify(ids).bitwise
 
 
 def test_no_logits_of_two_losses(tools):
@@ -273,16 +299,18 @@ def test_two_losses_that_stay_one_head():
             (lambda p, i: distilled(p, i) + p.policy.out(p.policy.table(i)).amax(), 2),
         )
     )
-    assert "made two" not in one.summary and "made two" in left.summary  # the third product is another head
+    assert "heads made" not in one.summary and "1 heads made 2" in left.summary  # the third product is another head
 
     def weighted_labels(pair, ids):
         mine = pair.policy(ids).flatten(0, 1)
         hard = F.cross_entropy(mine, ids.flatten(), torch.arange(1.0, VOCAB + 1))
-        return hard + F.kl_div((mine / 2).log_softmax(-1), pair.reference(ids).flatten(0, 1).softmax(-1))
+        return hard + F.kl_div(
+            (mine / 2).log_softmax(-1), pair.reference(ids).flatten(0, 1).softmax(-1), reduction="sum"
+        )
 
     expected, grads, *_ = gradients(model, weighted_labels, ids, None)
     loss, mine, _, report = gradients(model, weighted_labels, ids, [FUSE.with_options(chunks=2)])
-    assert any("whose logits two losses read, stays one head: class weights" in note for note in report.notes)
+    assert any("whose logits 2 losses read, stays one head: class weights" in note for note in report.notes)
     torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
         torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)
