@@ -10,6 +10,7 @@ Source: greedy choice by value over weight, as for knapsacks (Dantzig, 1957).
 """
 
 import heapq
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -83,7 +84,10 @@ def _from_options(options: StepOptions) -> dict[str, object] | None:
 
 def _for_target(options: FitOptions, target: Target) -> FitOptions:
     carry = options.carry_least and target.device == "cuda"
-    of_machine = {"memory": target.memory, "host": target.host_memory, "simulated": target.simulated}
+    host = target.host_memory
+    if host and not target.simulated:  # what is free differs from start to start, and is a part of a saved step's key
+        host -= host % 2.0 ** (math.frexp(host)[1] - 3)
+    of_machine = {"memory": target.memory, "host": host, "simulated": target.simulated}
     return replace(options, carry_least=carry, **of_machine)
 
 

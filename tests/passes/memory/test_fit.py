@@ -226,3 +226,14 @@ def test_modules_that_are_not_there_are_refused():
 def test_a_share_of_unknown_memory_is_refused():
     with pytest.raises(ValueError, match=r"^memory peak=90% is a share of a GPU's memory, which is not known here"):
         trained("peak=90%")
+
+
+def test_a_saved_step_is_found_again_with_a_little_more_free_host_memory():
+    fit = next(p for p in configured(memory="peak=8GiB") if p.name == "fit_memory")
+    here = Target("cpu", 8 * 2**30, 0, False)
+    near, far, none = (
+        fit.for_target(fit.options, dataclasses.replace(here, host_memory=gib and gib * 2.0**30)).host
+        for gib in (101.3, 50, None)
+    )
+    assert near == fit.for_target(fit.options, dataclasses.replace(here, host_memory=102.7 * 2**30)).host == 96 * 2**30
+    assert far == 48 * 2**30 and none is None
