@@ -1,8 +1,8 @@
 """What torch composes differently on a CPU than on a GPU, traced on a CPU as a GPU of a forecast has it.
 
-Attention with dropout, with values of another width or with a gradient of its mask is one kernel on a GPU; on a CPU it
-is products and a softmax of every score. With a mask it is an operator that passes know. Dropout keeps a
-boolean for each element on a GPU, and a number on a CPU.
+Attention with dropout or with values of another width is one kernel on a GPU; on a CPU it is products and a softmax of
+every score, as on both where its mask has a gradient. With another mask it is an operator that passes know. Dropout
+keeps a boolean for each element on a GPU, and a number on a CPU.
 Source: torch's ``attention.cpp``, ``cuda/sdp_utils.cpp`` and ``Dropout.cpp`` in ``aten/src/ATen/native``.
 """
 
@@ -65,8 +65,9 @@ class _Attention:
         enable_gqa: bool = False,
     ) -> torch.Tensor | None:
         q, k, v, mask = query, key, value, attn_mask
-        learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
         if mask is None and not dropout_p and q.shape[-1] == v.shape[-1]:
+            return None
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
             return None
         if any(x.ndim != 4 or not x.numel() or compat.is_traceable_wrapper_subclass(x) for x in (q, k, v)):
             return None
@@ -75,7 +76,7 @@ class _Attention:
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, torch.scalar_tensor(-torch.inf, dtype=q.dtype, device=q.device))
         case = Case(*q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3], is_causal, q.dtype)
-        backend = self._backend(case, mask, learned)
+        backend = self._backend(case, mask)
         if backend == "flash2":
             return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
         kernel = aten._scaled_dot_product_cudnn_attention
@@ -89,9 +90,9 @@ class _Attention:
             mask = mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
         return kernel(q, k, v, mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
 
-    def _backend(self, case: Case, mask: torch.Tensor | None, learned: bool) -> str:
+    def _backend(self, case: Case, mask: torch.Tensor | None) -> str:
         strict = torch.are_deterministic_algorithms_enabled()
-        for backend in () if learned else torch_order(self.capability):
+        for backend in torch_order(self.capability):
             takes = mask is None or backend == "cudnn"
             if takes and refusal(backend, case, self.capability, strict) is None:
                 return backend

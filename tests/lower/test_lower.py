@@ -75,16 +75,16 @@ class Attending(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", [{}, {"value_width": 24}, {"bias": True}, {"dropout": 0.1}], ids=str)
 def test_attention_and_dropout_are_traced_as_on_the_gpu(form, dtype):
-    """What a CPU makes of it is products, a softmax of every score, and a mask of numbers."""
+    """What a CPU makes of it is products, a softmax of every score, and a mask of numbers. For a mask with a gradient a
+    GPU has no kernel either: T5 base takes 14 GiB on an H100."""
     model = Attending(**form).to(dtype)
     spec = StepSpec(model, lambda m, x: m(x).square().mean(), torch.zeros(2, 16, 32, dtype=dtype), passes="default")
     nodes = list(lower(spec, H100).step.nodes())
     targets = {str(node.target) for node in nodes}
-    kernel = "cudnn" if dtype is torch.bfloat16 and "bias" not in form else "efficient" if form else "flash"
-    assert {name for name in targets if "attention" in name} == {
-        f"aten._scaled_dot_product_{kernel}_attention{end}.default"
-        for end in (("_for_cpu", "_for_cpu_backward") if kernel == "flash" else ("", "_backward"))
-    }
+    kernel = "cudnn" if dtype is torch.bfloat16 else "efficient" if form else "flash"
+    ends = ("_for_cpu", "_for_cpu_backward") if kernel == "flash" else ("", "_backward")
+    expected = {f"aten._scaled_dot_product_{kernel}_attention{end}.default" for end in ends}
+    assert {name for name in targets if "attention" in name} == (set() if "bias" in form else expected)
     assert "aten.native_dropout.default" in targets and not any("bernoulli" in name for name in targets)
     on_cpu = {str(node.target) for node in trace(spec).step.nodes()}
     assert "aten.native_dropout.default" not in on_cpu and not any("cudnn" in name for name in on_cpu)
