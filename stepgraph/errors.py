@@ -6,9 +6,9 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 #: The largest JSON or TOML file that is read whole, in bytes: tokenizers of 256k tokens have 40 MB.
 LARGEST_TEXT = 1 << 28
@@ -30,6 +30,23 @@ def warn_caller(message: str) -> None:
 
 class CaptureError(ValueError):
     """The training step cannot be captured; the message names the module path and the source line."""
+
+    _noted: ClassVar[list[Exception] | None] = None
+
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        if CaptureError._noted is not None:
+            CaptureError._noted.append(self)
+
+
+@contextlib.contextmanager
+def noting_refusals(noted: list[Exception]) -> Iterator[None]:
+    """Inside, each `CaptureError` that is made is added to ``noted``: code that is traced may catch it."""
+    before, CaptureError._noted = CaptureError._noted, noted
+    try:
+        yield
+    finally:
+        CaptureError._noted = before
 
 
 class TraceError(CaptureError, RuntimeError):

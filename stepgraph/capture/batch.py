@@ -2,7 +2,7 @@
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -34,11 +34,22 @@ def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
         if isinstance(leaf, torch.Tensor):
             check_layout(leaf, "the batch holds")
         elif not isinstance(leaf, _PLAIN):
-            fix = "; pass vars(batch)" if leaf is batch and hasattr(leaf, "__dataclass_fields__") else ""
             raise CaptureError(
-                f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists and tuples{fix}"
+                f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists and tuples; "
+                f"{_instead_of(leaf)}"
             )
     return leaves, spec
+
+
+def _instead_of(value: Any) -> str:
+    """What a batch may hold instead of ``value``."""
+    if isinstance(value, np.ndarray):
+        return "pass torch.from_numpy(...) of it"
+    if isinstance(value, Mapping):
+        return "pass dict(...) of it"
+    if isinstance(value, Iterable):
+        return "pass list(...) of it"
+    return "use it in loss_fn by its name" if callable(value) else "pass its parts, such as vars(...) of it"
 
 
 def _kind(value: Any) -> str:

@@ -338,6 +338,7 @@ def refuse_fake_constants(step: StepGraph) -> None:
         if any(map(compat.is_fake, held)):
             where = provenance(next(iter(node.users)))
             raise CaptureError(
-                f"{where.path or 'the model'} ({where.source}) reads a tensor of the step that the trace did not see, "
-                "such as one that FlexAttention's score_mod or mask_mod takes from outside; pass it as an argument"
+                f"{where.path or 'the model'} ({where.source}) reads a tensor of the step that the trace did not see: "
+                "one that another thread computes, whose modules must be called one after the other, or one that "
+                "FlexAttention's score_mod or mask_mod takes from outside; pass that as an argument"
             )

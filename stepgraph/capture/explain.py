@@ -89,7 +89,10 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
     if name := _layerdrop(recorder.model, path):
         return needs, f"if it asks whether LayerDrop leaves out a layer, set {name}"
     if _is_drawn(recorder.latest):
-        return needs, "draw it outside and pass it in the batch as a number; for LayerDrop, set its probability to 0"
+        return needs, (
+            "draw it outside and pass it in the batch as a number; for LayerDrop, set its probability to 0; peft's "
+            "LoHa and LoKr, which ask whether a number exceeds 0, need passes other than exact"
+        )
     if in_backward:
         return needs, "in its backward: write x[mask] = y as torch.where(mask, y, x)"
     if any(map(compat.is_traceable_wrapper_subclass, recorder.model.parameters())):

@@ -14,6 +14,7 @@ it. Unknown are the values of random and uninitialized tensors, of the ones that
 that exist outside the step and may change there, and of the ones larger than `LARGEST`.
 """
 
+import contextlib
 import math
 import operator
 from collections import Counter
@@ -26,6 +27,7 @@ from torch import fx, nn
 from stepgraph import compat
 from stepgraph.capture.autocast import CALL_OTHERS
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
+from stepgraph.errors import noting_refusals
 from stepgraph.graph.facts import is_view
 from stepgraph.kernels.ctc import ctc_loss
 
@@ -72,13 +74,19 @@ class KnownValues(compat.TorchDispatchMode):
 
     ``batch``: tensors of the batch, and small buffers of integers, on the CPU, by the placeholders of the trace. What
     Python reads of them goes to ``reads``.
-    ``outside``: tensors from outside the step that gave such a value.
+    ``outside``: tensors from outside the step that gave such a value. ``exact``: whether a drawn 0.0 counts.
+    ``caught``: errors of the trace alone: for a value that is not known, and refusals. Where the trace continues after
+    one, forward has caught it, and does what it would not do in eager: the mode raises it at its end.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, batch: Mapping[fx.Node, torch.Tensor] | None = None, reads: BatchReads | None = None) -> None:
+    def __init__(
+        self, batch: Mapping[fx.Node, torch.Tensor] | None = None, reads: BatchReads | None = None, exact: bool = True
+    ) -> None:
         super().__init__()
+        self._exact = exact
+        self.caught: list[Exception] = []
         self._batch, self._reads = dict(batch or {}), reads
         self._fits: dict[fx.Node, bool] = {}
         self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
@@ -92,7 +100,33 @@ class KnownValues(compat.TorchDispatchMode):
             # Autograd asks for devices twice as often as it calls operators. Where the mode of fake tensors, below all
             # others, answers, that takes an eighth of a trace.
             return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
-        kwargs = dict(kwargs or {})
+        latest = compat.latest_of_trace()
+        try:
+            return self._called(func, args, dict(kwargs or {}))
+        except Exception as error:
+            if not self._note(error):  # forward may catch it as in eager, and the node would fail in every step
+                compat.erase_after(latest)
+            raise
+
+    def __enter__(self) -> Any:
+        self._inside = contextlib.ExitStack()
+        self._inside.enter_context(compat.failed_reads(self._note))
+        self._inside.enter_context(noting_refusals(self.caught))
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        self._inside.close()
+        if kind is None and (caught := next((e for e in self.caught if not compat.is_answered(e)), None)):
+            raise caught
+
+    def _note(self, error: Exception) -> bool:
+        """Whether ``error`` is one of the trace alone."""
+        needs_value = compat.operator_needing_values(error) is not None
+        self.caught += [error] * needs_value
+        return needs_value
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in _PUTS and self._needs_count(*args[1:]):  # else whatever a mask holds, the graph is the same
             args = args[0], self._all_places(args[1]), *args[2:]
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: it may write to its arguments
@@ -107,7 +141,9 @@ class KnownValues(compat.TorchDispatchMode):
                 return self._write(written[0], func(*args, **kwargs))
             self.note_writes(written)
         elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
-            decided = _decided(compat.node_of_trace(args[0])) if isinstance(args[0], torch.Tensor) else None
+            decided = (
+                _decided(compat.node_of_trace(args[0]), self._exact) if isinstance(args[0], torch.Tensor) else None
+            )
             if decided is not None:
                 return decided
             if self._knows_all((args, kwargs)):
@@ -309,16 +345,18 @@ def _is_write(func: Any) -> bool:
     return one and func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
 
 
-def _decided(node: fx.Node | None) -> bool | None:
-    """What a comparison of a number drawn from [0, 1) says whatever was drawn, as LayerDrop's with 0; else None."""
+def _decided(node: fx.Node | None, exact: bool) -> bool | None:
+    """What a comparison of a number drawn from [0, 1) says whatever was drawn, as LayerDrop's with 0; else None.
+    Without ``exact``, 0.0 counts as never drawn, one of 16 million numbers: peft's LoHa asks whether one is above 0."""
     if node is None or len(node.args) != 2 or not isinstance(node.args[1], int | float):
         return None
     drawn, bound = node.args
     if not isinstance(drawn, fx.Node) or drawn.target is not aten.rand.default:
         return None
     below, above = bound <= 0, bound >= 1  # no number, every number is below the bound
-    answers = {aten.lt.Scalar: above, aten.ge.Scalar: below, aten.le.Scalar: above, aten.gt.Scalar: bound < 0}
-    opposite = {aten.lt.Scalar: below, aten.ge.Scalar: above, aten.le.Scalar: bound < 0, aten.gt.Scalar: above}
+    none = bound < 0 if exact else below  # no number is at most the bound
+    answers = {aten.lt.Scalar: above, aten.ge.Scalar: below, aten.le.Scalar: above, aten.gt.Scalar: none}
+    opposite = {aten.lt.Scalar: below, aten.ge.Scalar: above, aten.le.Scalar: none, aten.gt.Scalar: above}
     if node.target not in answers or not (answers[node.target] or opposite[node.target]):
         return None
     return answers[node.target]

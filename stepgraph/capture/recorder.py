@@ -323,7 +323,7 @@ def _refuse_written_constants(node: fx.Node) -> None:
         where = provenance(node)
         raise CaptureError(
             f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
-            "its buffer; register it as a buffer"
+            "its buffer; register it as a buffer, and make a module outside the model part of it, or call its eval()"
         )
 
 

@@ -367,7 +367,7 @@ class StepTrace:
         known |= {node: slot.tensor for node, slot in self.settings.items()}
         with compat.without_modes():  # a copy from a GPU would be fake
             on_host = {node: value.cpu() for node, value in known.items()}
-        found = KnownValues(on_host, self.batch_reads)
+        found = KnownValues(on_host, self.batch_reads, self.exact)
         self.recorder.is_known = found.knows_of_batch
         return found
 

@@ -40,6 +40,35 @@ def operator_needing_values(error: Exception) -> str | None:
     return None
 
 
+def is_answered(error: Exception) -> bool:
+    """Whether `answer` was called for ``error``."""
+    return "_answered" in vars(error)
+
+
+def answer(error: Exception) -> None:
+    """Note that who caught ``error`` does without the value."""
+    vars(error)["_answered"] = True
+
+
+@contextlib.contextmanager
+def failed_reads(note: Callable[[Exception], None]) -> Iterator[None]:
+    """Inside, ``note`` receives the error of each read of a fake tensor's values or memory that calls no operator."""
+
+    def noting(read: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return read(*args, **kwargs)
+            except (RuntimeError, TypeError) as error:
+                note(error)
+                raise
+
+        return call
+
+    reads = {name: noting(getattr(FakeTensor, name)) for name in ("numpy", "data_ptr", "__format__")}
+    with replaced(FakeTensor, **reads):
+        yield
+
+
 def refuse_data_pointers(mode: FakeTensorMode) -> None:
     """Let ``.data_ptr()`` of the mode's tensors fail. By default it gives 0, which a kernel would write to."""
     mode._allow_unsafe_data_ptr_access = False

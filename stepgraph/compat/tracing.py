@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -26,8 +27,10 @@ from stepgraph.errors import CaptureError
 
 @contextlib.contextmanager
 def trace_context(mode: FakeTensorMode) -> Iterator[None]:
-    """What a trace runs under: one tracing context, backward on this thread."""
-    with tracing(TracingContext(mode)), torch.autograd.set_multithreading_enabled(False):
+    """What a trace runs under: one tracing context, backward on this thread. An operator that fails raises, and torch
+    does not log the traceback as well: forward may catch the error, and what it does not catch is reported."""
+    quiet = replaced(fake_tensor.log, disabled=True)
+    with tracing(TracingContext(mode)), torch.autograd.set_multithreading_enabled(False), quiet:
         yield
 
 
@@ -92,6 +95,18 @@ def _generators_as_arguments() -> Iterator[None]:
 def graph_of_trace() -> torch.fx.Graph:
     """The graph that the running `trace` writes."""
     return get_proxy_mode().tracer.graph
+
+
+def latest_of_trace() -> torch.fx.Node | None:
+    """The latest node of the running `trace`; None without one."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph._root.prev
+
+
+def erase_after(latest: torch.fx.Node | None) -> None:
+    """Erase the nodes of the running `trace` that were made after ``latest``."""
+    while latest is not None and latest.next.op != "root":
+        latest.graph.erase_node(latest.graph._root.prev)
 
 
 def is_tracing() -> bool:

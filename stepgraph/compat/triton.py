@@ -17,7 +17,7 @@ from torch._library.triton import get_triton_kernels_for_op, set_wrap_triton_ena
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepgraph.compat.fake import operator_needing_values
+from stepgraph.compat.fake import answer, operator_needing_values
 from stepgraph.compat.replaced import replaced
 
 
@@ -132,6 +132,7 @@ def _bound(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[
             except RuntimeError as error:
                 if operator_needing_values(error) is None:
                     raise
+                answer(error)
                 return None
     defaults = {p.name: p.default for p in proper.params if p.has_default}
     return {name: value for name, value in (defaults | given).items() if name in proper.arg_names}

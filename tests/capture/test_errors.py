@@ -3,7 +3,9 @@
 import gc
 import inspect
 import re
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -263,9 +265,89 @@ def test_microbatches_are_a_whole_number_from_one_on(accumulate):
     assert f"accumulate={accumulate!r} is not allowed" in message and "from 1 on" in message
 
 
-def test_batch_of_an_object():
-    message = refuse(same, loss_fn=lambda m, b: m(b["x"]).sum(), batch={"x": torch.randn(3, 4), "o": object()})
-    assert "the batch holds a object; allowed: tensors and plain values" in message
+class Attributes(dict):
+    __getattr__ = dict.__getitem__  # KeyError, not AttributeError, for what is not there
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (object(), "vars"),
+        (np.ones(3), "torch.from_numpy"),
+        (Attributes(x=1), "dict"),
+        (iter([1]), "list"),
+        (torch.sin, "in loss_fn by its name"),
+    ],
+    ids=["object", "array", "mapping", "iterator", "function"],
+)
+def test_batch_of_an_object(value, fix):
+    message = refuse(same, loss_fn=lambda m, b: m(b["x"]).sum(), batch={"x": torch.randn(3, 4), "o": value})
+    assert re.search(f"the batch holds a .*{type(value).__name__}; allowed: tensors and plain values.*{fix}", message)
+
+
+def test_modules_that_another_thread_runs():
+    def call(self, x):
+        made = []
+        thread = threading.Thread(target=lambda: made.append(self.linear(x)))
+        thread.start()
+        thread.join()
+        return made[0]
+
+    assert "that another thread computes" in refuse(call)
+
+
+FAILING = {
+    "product": lambda self, x: self.linear(x[:, :2]),
+    "view": lambda self, x: x.view(5, 5),
+    "in_place": lambda self, x: x.add_(torch.ones(3)),
+    "buffer": lambda self, x: x + self.mean.detach().mul_(torch.ones(3)),
+    "random": lambda self, x: torch.normal(torch.zeros(3), torch.ones(4)),
+}
+
+
+@pytest.mark.parametrize("fails", FAILING.values(), ids=FAILING)
+def test_an_error_that_forward_catches_leaves_nothing(fails, caplog):
+    """No node, which would fail in every step, and no traceback in the log of torch."""
+
+    class Attempt(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            x = self.linear(x) * 1
+            try:
+                return fails(self, x)
+            except RuntimeError:
+                return x.sin() + torch.rand(4)
+
+    step = stepgraph.capture(Attempt(), loss_fn, torch.randn(3, 4), passes="exact")
+    assert step.verify(torch.randn(3, 4)).bitwise
+    assert not caplog.records
+
+
+CAUGHT = {
+    "item": lambda x: x.mean().item(),
+    "branch": lambda x: 2.0 if (x > 0).all() else 3.0,
+    "numpy": lambda x: float(x.detach().numpy().sum()),
+    "format": lambda x: float(f"{x.detach().sum():.3f}"),
+    "address": lambda x: float(x.data_ptr() > 0),
+    "seed": lambda x: torch.manual_seed(3) and 2.0,
+}
+
+
+@pytest.mark.parametrize("read", CAUGHT.values(), ids=CAUGHT)
+def test_a_refusal_that_forward_catches(read):
+    """Eager has the value: what follows the error would be another step."""
+
+    def attempt(self, x):
+        try:
+            return x * read(x)
+        except Exception:
+            return x
+
+    assert re.search(r"test_errors.py:\d+\)? ?", refuse(attempt))
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

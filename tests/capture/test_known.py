@@ -236,6 +236,23 @@ def test_a_mask_of_the_batch_stays_one_whatever_the_first_batch_holds():
     assert all("attn_mask" in node.kwargs for node in attention(step))
 
 
+def test_a_draw_that_is_above_zero():
+    """As peft's LoHa asks with a dropout of 0: one number of 16 million would decide otherwise."""
+
+    def loss_fn(model, x):
+        return model(x).square().mean() if torch.rand(1) > 0.0 else x.sum()
+
+    model, x = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    with pytest.raises(stepgraph.CaptureError, match=r"peft's LoHa .* need passes other than exact"):
+        stepgraph.capture(model, loss_fn, x, passes="exact")
+    step = stepgraph.capture(model, loss_fn, x, passes=stepgraph.StepOptions(inductor="off"))
+    state = torch.get_rng_state()
+    expected, drawn = loss_fn(model, x), torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.testing.assert_close(step(x), expected.detach())
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 @pytest.mark.parametrize("bound", [0.0, 1.0, 0.5])
 def test_a_draw_whose_number_cannot_change_the_decision(bound):
     """As LayerDrop's with 0: the number is drawn, as in eager."""

@@ -7,6 +7,7 @@ does to their states while a step is traced would happen once, and never again.
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +29,19 @@ _FIX = "seed before the first step, or draw outside and pass the numbers in the 
 
 @contextlib.contextmanager
 def refusing_seeds(recorder: Recorder) -> Iterator[None]:
-    """Inside, `CaptureError` is raised for code that sets the state of torch's default generators."""
+    """Inside, `CaptureError` is raised for code that sets the state of torch's default generators, or reads their
+    seed."""
 
-    def refuse(*_: Any, **__: Any) -> None:
+    def refuse(verb: str, *_: Any, **__: Any) -> None:
         path = recorder.stack[-1] if recorder.stack else ""
         raise CaptureError(
-            f"{path or 'the model'} ({user_frame(sys._getframe(1))}) sets the state of torch's random generator, which "
+            f"{path or 'the model'} ({user_frame(sys._getframe(1))}) {verb} of torch's random generator, which "
             f"a captured step would not do again; {_FIX}"
         )
 
-    names = dict.fromkeys(_SEEDING, refuse)
+    names = dict.fromkeys(_SEEDING, partial(refuse, "sets the state")) | {
+        "initial_seed": partial(refuse, "reads the seed")
+    }
     with compat.replaced_functions(torch, **names), compat.replaced_functions(torch.random, **names):
         yield
 

@@ -47,6 +47,10 @@ def makes(x):
     return torch.randn(6, generator=torch.Generator().manual_seed(3))
 
 
+def reads_the_seed(x):
+    return torch.initial_seed() % 3
+
+
 def seeds_own(x):
     return torch.empty(6).normal_(generator=OWN.manual_seed(3))
 
@@ -54,6 +58,7 @@ def seeds_own(x):
 @pytest.mark.parametrize(
     "noise, message",
     [(one, "sets the state of torch's random generator") for one in (seeds, forks, rewinds)]
+    + [(reads_the_seed, "reads the seed of torch's random generator")]
     + [(one, "draws from a torch.Generator that forward makes or seeds") for one in (makes, seeds_own)],
 )
 def test_seeding_in_forward_is_refused(noise, message):
