@@ -66,6 +66,7 @@ from stepgraph.compat.eager import (
 )
 from stepgraph.compat.fake import (
     DataDependentOutputException,
+    answer,
     checks_of_known_values,
     failed_reads,
     fake_storage,

@@ -265,9 +265,10 @@ class Run:
             for key, value in now.items():
                 try:
                     self._write_state(member, key, value)
-                except CaptureError:
+                except CaptureError as error:
                     if self.early is None or (id(member.tensor), key) not in self._made:
                         raise
+                    compat.answer(error)
                     self.early.is_early = False  # made of one form, and of another at the end of the first step
             self._check_attributes(member)
         if self.optimizer.state is not self.state:
