@@ -1,7 +1,7 @@
 """Optimizer state in page-locked host memory: put there, brought back, and read once the GPU has written it."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
@@ -24,6 +24,11 @@ def local(tensor: Tensor) -> Tensor | None:
     return parts[0] if len(parts) == 1 else None
 
 
+def held_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Mapping[str, object]:
+    """The state of ``param``. An entry that nothing is in is not made: ``step`` may ask whether there is one."""
+    return optimizer.state.get(param, {})
+
+
 def stays(value: object, param: Tensor) -> bool:
     """Whether ``value`` of the state of ``param`` is what may stay on the host."""
     own, held = local(param), local(value) if isinstance(value, Tensor) else None
@@ -35,7 +40,7 @@ def place(optimizer: torch.optim.Optimizer, param: Tensor, on_host: bool) -> Non
     own = local(param)
     if own is None or own.device.type != "cuda" or compat.is_fake(own):
         return
-    for key, value in optimizer.state[param].items():
+    for key, value in held_of(optimizer, param).items():
         if not stays(value, param):
             continue
         held, (_, wrapping) = local(value), unwrap(value)
@@ -55,7 +60,7 @@ def place(optimizer: torch.optim.Optimizer, param: Tensor, on_host: bool) -> Non
 
 def device_bytes(optimizer: torch.optim.Optimizer, param: Tensor) -> int:
     """Bytes of the state of ``param`` that may stay on the host and is on its GPU."""
-    state = optimizer.state[param].values()
+    state = held_of(optimizer, param).values()
     return sum(local(value).nbytes for value in state if stays(value, param) and local(value).is_cuda)
 
 
@@ -65,7 +70,7 @@ def require_room(optimizer: torch.optim.Optimizer, param: Tensor, params: Iterab
     own, free = local(param), free_host_memory()
     if own is None or own.device.type != "cuda" or compat.is_fake(own) or free is None:
         return
-    held = [local(value) for value in optimizer.state[param].values() if stays(value, param)]
+    held = [local(value) for value in held_of(optimizer, param).values() if stays(value, param)]
     each = sum(t.nbytes for t in held if not t.is_pinned()) / own.numel()
     need = each * sum(part.numel() for part in map(local, params) if part is not None) - room
     if need > free:
