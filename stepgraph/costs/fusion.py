@@ -18,8 +18,11 @@ _FUSIBLE = {
     aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat, aten.arange,
     aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
     aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
-    aten._log_softmax_backward_data,
+    aten._log_softmax_backward_data, aten.slice_backward, aten.select_backward, aten.constant_pad_nd,
 }  # fmt: skip
+
+#: Updates into whose kernels a compiler takes the clipping of their gradients.
+_UPDATES = (aten._fused_adam_, aten._fused_adamw_)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -41,7 +44,8 @@ class Fusion:
     Two fusible nodes are one kernel if one reads the other and no other kind of node lies on a path between them: a
     node's level counts the nodes that cannot be fused on the longest path to it, and equal levels exclude one between.
     Forward and backward are never joined; the loss goes with backward. With ``fused`` False each node is a kernel of
-    its own.
+    its own. What backward makes early for what it runs later alone, such as cheap nodes that it computes again, has the
+    level of its first reader. A sum along columns is a kernel of its own where what it reads is in memory anyway.
     """
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):
@@ -50,19 +54,24 @@ class Fusion:
             self._join(graph, aliases)
 
     def _join(self, graph: fx.Graph, aliases: Aliases) -> None:
-        level: dict[fx.Node, int] = {}
-        fusible: set[fx.Node] = set()
+        level, fusible, stored = _levels(graph, aliases)
         for node in graph.nodes:
             sources = [aliases.root(source) for source in node.all_input_nodes]
-            level[node] = max((level[s] + (s.op == "call_function" and s not in fusible) for s in sources), default=0)
-            if is_free(node) or not _is_fusible(node):
-                continue
-            fusible.add(node)
-            for source in sources:
-                if source in fusible and level[source] == level[node] and _side(source) == _side(node):
-                    other, own = self.kernel(source), self.kernel(node)
-                    if other is not own:
-                        self._parent[other] = own
+            if node in fusible:
+                for source in sources:
+                    alike = source in fusible and level[source] == level[node] and _side(source) == _side(node)
+                    if alike and not (source in stored and _sums_columns(node)):
+                        self._unite(source, node)
+            elif packet(node) in _UPDATES:
+                clipped = {aliases.root(grad) for grad in node.args[1]}
+                for clip in graph.find_nodes(op="call_function", target=aten.mul_.Tensor):
+                    if phase_of(clip) == "optimizer" and aliases.root(clip) in clipped:
+                        self._unite(clip, node)
+
+    def _unite(self, source: fx.Node, node: fx.Node) -> None:
+        other, own = self.kernel(source), self.kernel(node)
+        if other is not own:
+            self._parent[other] = own
 
     def kernel(self, node: fx.Node) -> fx.Node:
         """The node that represents ``node``'s kernel."""
@@ -72,6 +81,37 @@ class Fusion:
         while node is not top:
             self._parent[node], node = top, self._parent[node]
         return top
+
+
+def _levels(graph: fx.Graph, aliases: Aliases) -> tuple[dict[fx.Node, int], set[fx.Node], set[fx.Node]]:
+    """(the level of every node, those that can be fused, those of them that other nodes read from memory)."""
+    level: dict[fx.Node, int] = {}
+    fusible: set[fx.Node] = set()
+    stored: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = [aliases.root(source) for source in node.all_input_nodes]
+        level[node] = max((level[s] + (s.op == "call_function" and s not in fusible) for s in sources), default=0)
+        if not is_free(node) and _is_fusible(node):
+            fusible.add(node)
+        elif not is_free(node) or node.op == "output":
+            stored.update(sources)
+    first: dict[fx.Node, int] = {}  # the lowest level that reads each result
+    for node in reversed(graph.nodes):
+        if node in fusible and phase_of(node) == "backward":
+            level[node] = max(level[node], first.get(node, 0))
+        if not is_free(node):
+            for source in map(aliases.root, node.all_input_nodes):
+                reads = level[node] if phase_of(node) == "backward" else 0
+                first[source] = min(first.get(source, reads), reads)
+    return level, fusible, stored & fusible
+
+
+def _sums_columns(node: fx.Node) -> bool:
+    """Whether the node adds rows up, as a bias has it for its gradient."""
+    if packet(node) is not aten.sum or len(node.args) < 2 or not node.args[1]:
+        return False
+    rank = node.args[0].meta["val"].ndim
+    return rank > 1 and all(dim % rank < rank - 1 for dim in node.args[1])
 
 
 def _side(node: fx.Node) -> str:

@@ -159,7 +159,7 @@ def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, li
                 # A broadcast reads no more than is there, a slice no more than it shows.
                 part = min(tensor_bytes(source), tensor_bytes(root))
                 read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if node.target in _LOOKUPS else part)
-        if is_mutating(node):
+        if is_mutating(node) and not (len(members) > 1 and node.target is aten.mul_.Tensor):  # clipped in the update
             written += sum(tensor_bytes(n) for n in written_arguments(node))
         if aliases.root(node) is node and not (len(members) > 1 and inside.issuperset(readers[node])):
             written += tensor_bytes(node)
