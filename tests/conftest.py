@@ -66,14 +66,31 @@ def no_lines_for_who_waits():
     waiting.EVERY_S = progress.SPEAKS_EVERY_S = 3600.0
 
 
-@pytest.fixture(autouse=True)
-def same_numbers(request: pytest.FixtureRequest) -> None:
-    """Each test draws the same numbers in every run and on every worker: what fails in CI fails here too."""
+def seed(name: str) -> None:
+    """Draw the same numbers from here on in every run and on every worker: what fails in CI fails here too."""
     import numpy
     import torch
 
-    seed = zlib.crc32(request.node.name.encode())
-    random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
+    number = zlib.crc32(name.encode())
+    random.seed(number), numpy.random.seed(number), torch.manual_seed(number)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers(request: pytest.FixtureRequest) -> None:
+    seed(request.node.name)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Before a module of tests is imported, which may draw numbers."""
+    if isinstance(collector, pytest.Module):
+        seed(collector.nodeid)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef) -> None:
+    """Before what several tests share is made."""
+    if fixturedef.scope != "function":
+        seed(f"{fixturedef.baseid} {fixturedef.argname}")
 
 
 @pytest.fixture(scope="module", autouse=True)
