@@ -151,8 +151,8 @@ def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.M
 def _quantize(
     kind: str, device: torch.device, back: bool, model: Any, experts: bool
 ) -> tuple[dict[str, QuantizedWeight], str]:
-    """Quantize the linear layers of a model of transformers but its head, or its ``experts``, on ``device``: the new
-    weights by the names of the old, and a line about those that stay."""
+    """Quantize the linear layers of a model of transformers but its head, or its ``experts``, on ``device``: the
+    quantized weights by parameter name, and one line about weights left unquantized, empty if there are none."""
     if experts:
         return quantize_experts(model, kind, device=device, back=back)
     skip = [path for path, module in model.named_modules() if module is model.get_output_embeddings()]

@@ -154,8 +154,8 @@ def seconds(backend: Backend, case: Case, gpu: Gpu, *, backward: bool) -> float 
     return total
 
 
-#: Queries and keys of a kernel's tile, which it computes whole, and the keys of which the time equals that of beginning
-#: and ending a row of tiles. Source: the second by steps on an H100 (benchmarks/h100_models_unseen.json): attention of
+#: Rows and columns of a kernel's tile, which is always computed whole; and the cost of starting and finishing a row of
+#: tiles, in keys. Source: the second by steps on an H100 (benchmarks/h100_models_unseen.json): attention of
 #: ViT (197 tokens), BERT (512) and Whisper (1,500), forward and backward, is then within 4% of what was measured.
 _TILE, _START = 128, 120
 
@@ -187,8 +187,8 @@ def _window_case(node: fx.Node) -> Case:
 
 
 def _useful(case: Case, sides: Sequence[int | None] | None = None) -> float:
-    """The share of a kernel's time that goes to what is asked for: the rest are parts of tiles, and begins and ends of
-    rows of tiles. ``sides``: keys that each query sees on either side, where it is a window."""
+    """The share of a kernel's time spent on the scores asked for; the rest goes to partial tiles, and to starting and
+    finishing rows of tiles. ``sides``: keys that each query sees on either side, where it is a window."""
     queries, keys = (-(-n // _TILE) * _TILE for n in (case.queries, case.keys))
     asked, computed = float(case.keys), float(keys)
     if sides is not None:

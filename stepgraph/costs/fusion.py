@@ -84,7 +84,7 @@ class Fusion:
 
 
 def _levels(graph: fx.Graph, aliases: Aliases) -> tuple[dict[fx.Node, int], set[fx.Node], set[fx.Node]]:
-    """(the level of every node, those that can be fused, those of them that other nodes read from memory)."""
+    """(level of each node, fusible nodes, fusible nodes whose results kernels that are not fused read from memory)."""
     level: dict[fx.Node, int] = {}
     fusible: set[fx.Node] = set()
     stored: set[fx.Node] = set()

@@ -218,8 +218,8 @@ class _Search:
         return [size for size in found if size > self.state and (host is None or size <= host)]
 
     def _best(self, like: _Try) -> _Try:
-        """The rewriting with the tiles and state of ``like`` that keeps most of those that take at most what was asked
-        for; if none takes so little, the one that takes least."""
+        """Among rewritings with the tiles and state of ``like``, the one with the highest peak within the target; if
+        none is within it, the one with the lowest peak."""
         over, under = self.attempt(like, limit=math.inf), None
         if over.peak <= self.asked:
             return over

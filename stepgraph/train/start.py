@@ -202,7 +202,8 @@ def model_line(config: TrainConfig, params: int) -> str:
 
 
 def quantized_words(config: TrainConfig, model: Any) -> str:
-    """How many weights of a model with LoRA are quantized, their bytes, and those that stay; empty without any."""
+    """How many weights are quantized, their size before and after, and which are left unquantized; empty if the run
+    quantizes none."""
     if config.quantize is None:
         return ""
     experts = sum(len(weight.shape) == 3 for weight in model.quantized.values())

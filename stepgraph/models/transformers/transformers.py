@@ -80,10 +80,11 @@ class CausalLM(nn.Module):
     """A model of transformers: tokens (B, T) int64 -> logits (B, T, V).
 
     ``weights``: whether to read the weights in the folder, in ``dtype``; otherwise transformers draws them. ``lora``:
-    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA, replaces weights of a
-    model that is on the CPU by their bits, on the device of the run, those of experts after the adapter is there; what
-    has ``dequantize(dtype)`` by the weights' names, and a line about those that stay. ``shapes``: of the tensors in the
-    folder, which are then not read where they can be read in parts: ``pieces`` has them, by the names of ``inner``.
+    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA,
+    quantizes weights of a model on the CPU, experts only after the adapter was added; returns what has
+    ``dequantize(dtype)`` by parameter name, and one line about weights left unquantized. ``shapes``: of the tensors in
+    the folder. If given, weights that can be read in parts are not read here: ``pieces`` lists them by the names of
+    ``inner``.
     """
 
     def __init__(
