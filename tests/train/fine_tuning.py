@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,16 @@ import transformers
 from stepgraph import cli
 from stepgraph.train.data import PackedLoader, open_data
 
-PAGE = (Path(__file__).parents[2] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
 STEPS = 8
 
 
 def make(folder):
     """Run the page's script in ``folder``: conversations, and a model with its tokenizer."""
-    script = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        exec(compile(script, "make.py", "exec"), {})
+        runpy.run_path(str(ROOT / "examples" / "chats" / "make.py"))
 
 
 def tune(folder, *options):
