@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import stepgraph.passes.attention.choose
+import stepgraph.passes.attention.fuse
 import stepgraph.passes.attention.window
 import stepgraph.passes.cleanup.casts
 import stepgraph.passes.cleanup.constants
@@ -73,6 +74,7 @@ ORDER = (
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
     "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
+    "fuse_attention",  # numerics: attention written out as products by fused kernels
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "attention",  # numerics: each attention by the fastest backend
     "tile_sequence",  # numerics: what treats tokens one by one, in tiles of the sequence

@@ -41,7 +41,7 @@ aten, higher_order = torch.ops.aten, torch.ops.higher_order
 #: Attention that is no choice of this pass: who chose it.
 _OTHERS = {
     aten._flash_attention_forward.default: "flash2, as a window",
-    higher_order.flex_attention: "flex, which the model calls itself",
+    higher_order.flex_attention: "flex, as the model or fuse_attention calls it",
 }
 
 #: Modules that a note names.

@@ -106,13 +106,14 @@ class FlexNodes:
         self.step, self.masks = step, masks
         #: By what is seen, lengths and device: the operators' argument that says so, and tensors that it reads.
         self._known: dict[tuple, tuple[tuple[Any, ...], tuple[fx.Node, ...]]] = {}
-        self._graphs: dict[Callable[..., fx.GraphModule], fx.Node] = {}
+        self._graphs: dict[tuple[Callable[[float], fx.GraphModule], float], fx.Node] = {}
 
     def forward(
-        self, build: Builder, inputs: Sequence[fx.Node], seen: Band | Pairs, scale: float | None
+        self, build: Builder, inputs: Sequence[fx.Node], seen: Band | Pairs, scale: float | None, cap: float = 0.0
     ) -> tuple[fx.Node, fx.Node]:
-        """(the result, what its backward reads) of ``inputs`` (q, k and v), whose queries see the keys ``seen``."""
-        made = build(higher_order.flex_attention, *inputs, self._graph(_score), *self._rest(inputs, seen, scale))
+        """(the result, what its backward reads) of ``inputs`` (q, k and v), whose queries see the keys ``seen``. With
+        a ``cap`` scores are ``cap * tanh(score)``."""
+        made = build(higher_order.flex_attention, *inputs, self._graph(_score, cap), *self._rest(inputs, seen, scale))
         self._count(made, inputs, seen)
         return build(operator.getitem, made, 0), build(operator.getitem, made, 1)
 
@@ -124,9 +125,10 @@ class FlexNodes:
         saved: Sequence[fx.Node],
         seen: Band | Pairs,
         scale: float | None,
+        cap: float = 0.0,
     ) -> list[fx.Node]:
         """The gradients of ``inputs``, from ``grad`` of the result and what `forward` gave."""
-        graphs = self._graph(_score), self._graph(_score_gradient)
+        graphs = self._graph(_score, cap), self._graph(_score_gradient, cap)
         unread = build(
             aten.zeros_like.default, saved[1]
         )  # the logarithms' gradient, which older torchs cannot do without
@@ -195,10 +197,10 @@ class FlexNodes:
         table = build(aten.squeeze.dims, visible, shared)
         return nodes, _pairs_graph(shared), (table,)
 
-    def _graph(self, make: Callable[[], fx.GraphModule]) -> fx.Node:
-        if make not in self._graphs:
-            self._graphs[make] = self._attribute(f"_flex{make.__name__}", make())
-        return self._graphs[make]
+    def _graph(self, make: Callable[[float], fx.GraphModule], cap: float) -> fx.Node:
+        if (make, cap) not in self._graphs:
+            self._graphs[make, cap] = self._attribute(f"_flex{make.__name__}_{len(self._graphs)}", make(cap))
+        return self._graphs[make, cap]
 
     def _attribute(self, name: str, value: torch.Tensor | fx.GraphModule) -> fx.Node:
         """A node, before all operators, that reads ``value``, which the step's module keeps as ``name``."""
@@ -230,18 +232,24 @@ def _traced(
 # What the operators call for a score, for its gradient, and for a pair in a block that the mask cuts
 
 
-def _score() -> fx.GraphModule:
-    """(score, batch, head, query, key) -> the score as it is."""
+def _score(cap: float) -> fx.GraphModule:
+    """(score, batch, head, query, key) -> the score as it is; with a ``cap`` that times the score's tanh."""
     graph = fx.Graph()
     score, *_ = [graph.placeholder(name) for name in ("score", "b", "h", "q", "kv")]
-    graph.output(score)
+    call = graph.call_function
+    graph.output(call(aten.mul.Tensor, (call(aten.tanh.default, (score,)), cap)) if cap else score)
     return fx.GraphModule({}, graph)
 
 
-def _score_gradient() -> fx.GraphModule:
+def _score_gradient(cap: float) -> fx.GraphModule:
     """(score, batch, head, query, key, gradient) -> the gradients of the first five."""
     graph = fx.Graph()
-    *_, gradient = [graph.placeholder(name) for name in ("score", "b", "h", "q", "kv", "gradient")]
+    score, *_, gradient = [graph.placeholder(name) for name in ("score", "b", "h", "q", "kv", "gradient")]
+    if cap:
+        call = graph.call_function
+        tanh = call(aten.tanh.default, (score,))
+        slope = call(aten.rsub.Scalar, (call(aten.mul.Tensor, (tanh, tanh)), 1.0))
+        gradient = call(aten.mul.Tensor, (gradient, call(aten.mul.Tensor, (slope, cap))))
     graph.output([gradient, None, None, None, None])
     return fx.GraphModule({}, graph)
 

@@ -69,9 +69,11 @@ class Masks:
         mask, causal = mask_of(attention), bool(argument(attention, "is_causal"))
         if mask is None:
             return Band(None, 0 if causal else None)
-        if causal:
-            return "it is causal and has a mask"
-        band = self.band(mask)
+        return "it is causal and has a mask" if causal else self.of(mask)
+
+    def of(self, mask: fx.Node | None) -> "Band | Pairs | str":
+        """The keys that each query sees under ``mask`` (B, H, T, S), which is added to the scores."""
+        band = Band(None, None) if mask is None else self.band(mask)
         return self._pairs(mask, band) if isinstance(band, str) else band
 
     def band(self, mask: fx.Node) -> Band | str:

@@ -71,8 +71,8 @@ def take_place(old: fx.Node, new: fx.Node) -> None:
     value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)
     if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
         build = Builder(old, before=old)
-        outer_first = sorted(range(4), key=lambda dim: (-value.stride(dim), dim))
-        back = sorted(range(4), key=outer_first.__getitem__)
+        outer_first = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
+        back = sorted(range(value.ndim), key=outer_first.__getitem__)
         new = build(aten.permute.default, new, outer_first)
         new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
         new = build(aten.permute.default, new, back)

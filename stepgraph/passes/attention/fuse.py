@@ -1,0 +1,565 @@
+"""Attention that a model writes out as products and a softmax, by one fused kernel, forward and backward together.
+
+Matches, by what it computes and whatever it is called: ``softmax(scale * q k' + biases) v`` and its backward. Between
+the product and the softmax there may be casts, multiplications by numbers, sums with masks or other biases (ALiBi,
+relative positions), ``where`` and ``masked_fill`` with a number that hides keys, and a soft cap ``c tanh(s / c)``.
+Before -> after:
+
+    no bias, or one without a gradient    cuDNN's or the memory-efficient ``_scaled_dot_product_*_attention``, as torch
+                                          would choose; later passes know those: a causal mask becomes ``is_causal``
+    a bias with a gradient                the memory-efficient one, which returns that gradient
+    a soft cap                            FlexAttention with the cap in its score function
+
+Every score is otherwise written and read several times, in fp32 where the model asks for it.
+Tier numerics: scores are not rounded to bf16 on the way, and sums have another order. Preconditions: a GPU; queries,
+keys and values in bf16 or fp16 before casts that only widen; no dropout; nothing else reads scores or weights.
+Source: Dao et al., "FlashAttention", 2022; Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021.
+"""
+
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from stepgraph.costs.attention import Case
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.facts import argument, is_cast, only_user, packet
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.passes.attention.backends import refusal
+from stepgraph.passes.attention.flex import FlexNodes
+from stepgraph.passes.attention.mask import HIDDEN, Masks
+from stepgraph.passes.attention.nodes import take_place
+from stepgraph.passes.contract import PassReport, register
+
+aten = torch.ops.aten
+
+_SOFTMAXES = (aten._softmax, aten._safe_softmax)
+_VIEWS = (aten.view, aten._unsafe_view, aten.expand, aten.clone)
+#: Added to a score it leaves nothing of it in fp32, and times log2(e) is still finite: where all keys of a query are
+#: hidden by it, they weigh the same, as with the least number of a dtype in eager.
+_LEAST = -1e30
+_ALIGNED = 16  # keys that the memory-efficient kernel takes the rows of a bias in
+
+
+@dataclass(frozen=True)
+class FuseAttentionOptions:
+    """``compiled``: Inductor compiles FlexAttention. ``capability``: the GPU's, None where unknown.
+    ``deterministic``: backward must repeat itself bit for bit."""
+
+    compiled: bool = True
+    capability: tuple[int, int] | None = None
+    deterministic: bool = False
+
+
+@register(
+    "fuse_attention",
+    "numerics",
+    options=FuseAttentionOptions(),
+    needs_cuda=True,
+    from_options=lambda options: (
+        {"compiled": options.compiles_attention}
+        if options.attention == "auto" and not options.any_length  # what kernels take depends on the length
+        else None
+    ),
+    for_target=lambda options, target: replace(
+        options, capability=target.capability, deterministic=torch.are_deterministic_algorithms_enabled()
+    ),
+)
+def fuse_attention(step: StepGraph, options: FuseAttentionOptions, report: PassReport) -> None:
+    """Run attention that is written out as products and a softmax by fused kernels."""
+    aliases = Aliases(step.graph)
+    softmaxes = [node for node in step.graph.nodes if packet(node) in _SOFTMAXES]
+    matches = [(node.name, found) for node in softmaxes if (found := _match(step, node, aliases)) is not None]
+    flex, counts = FlexNodes(step, Masks(step.graph)), dict.fromkeys(("cudnn", "efficient", "flex"), 0)
+    for name, found in matches:
+        reason = found if isinstance(found, str) else found.backend(options)
+        if isinstance(found, _Written) and reason in counts:
+            backend, reason = reason, found.rewrite(reason, flex)
+            counts[backend] += reason is None
+        if reason is not None:
+            report.notes.append(f"{name} stays as it is: {reason}")
+    report.matched = len(matches)
+    report.changed = sum(counts.values())
+    by = ", ".join(f"{n} by {backend}" for backend, n in counts.items() if n)
+    report.summary = f"{report.changed} of {report.matched} attentions written out as products" + (
+        f": {by}" if by else ""
+    )
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class _Op:
+    """What happens to scores between product and softmax. ``kind``: ``scale`` by ``number``; ``tanh``; ``hide``, where
+    ``node`` is true if ``shown`` is False, by ``number``; ``bias``: ``node`` times ``number`` is added."""
+
+    kind: str
+    number: float = 1.0
+    node: fx.Node | None = None
+    shown: bool = True
+
+
+def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
+    """(the product that the scores ``node`` come from, what happens to it, the last first)."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return None
+    kind, args = packet(node), node.args
+    if kind is aten.bmm:
+        return node, []
+    if kind is aten.baddbmm:
+        beta, alpha = argument(node, "beta"), argument(node, "alpha")
+        return (node, [_Op("bias", float(beta), args[0])]) if alpha and beta else None
+    op, sources = None, [args[0]] if args else []
+    if is_cast(node) or (kind in _VIEWS and _keeps_scores(node)):
+        pass
+    elif (number := _factor(node)) is not None:
+        op = _Op("scale", number)
+    elif kind is aten.tanh:
+        op = _Op("tanh", node=node)
+    elif (hidden := _hides(node, step)) is not None:
+        op, sources = hidden
+    elif kind is aten.add and len(args) == 2 and node.kwargs.get("alpha", 1) == 1:
+        for scores, bias in (args, args[::-1]):
+            if isinstance(bias, fx.Node) and _is_whole(scores, node) and (found := _scores(scores, step)) is not None:
+                return found[0], [_Op("bias", node=bias), *found[1]]
+        return None
+    else:
+        return None
+    found = _scores(sources[0], step)
+    return found and (found[0], [op, *found[1]] if op else found[1])
+
+
+def _is_whole(part: object, node: fx.Node) -> bool:
+    return isinstance(part, fx.Node) and part.meta["val"].shape == node.meta["val"].shape
+
+
+def _keeps_scores(node: fx.Node) -> bool:
+    """Whether a view or copy leaves the elements in their order, and rows of keys whole."""
+    read, made = node.args[0].meta["val"].shape, node.meta["val"].shape
+    return read.numel() == made.numel() and read[-2:] == made[-2:]
+
+
+def _factor(node: fx.Node) -> float | None:
+    """The number that ``node`` multiplies a tensor by."""
+    if packet(node) in (aten.mul, aten.div) and len(node.args) == 2 and not node.kwargs:
+        number = node.args[1]
+        if isinstance(number, (int, float)) and number:
+            return float(number) if packet(node) is aten.mul else 1.0 / number
+    return None
+
+
+def _hides(node: fx.Node, step: StepGraph) -> tuple[_Op, list[fx.Node]] | None:
+    """What hides keys by a number, and the scores that it reads."""
+    kind, args = packet(node), node.args
+    if kind is aten.masked_fill and (number := _number(args[2], step)) is not None:
+        return (_Op("hide", number, args[1], False), [args[0]]) if number <= HIDDEN else None
+    if kind is aten.where and len(args) == 3:
+        for scores, other, shown in ((args[1], args[2], True), (args[2], args[1], False)):
+            number = _number(other, step)
+            if number is not None and number <= HIDDEN and _is_whole(scores, node):
+                return _Op("hide", number, args[0], shown), [scores]
+    return None
+
+
+def _number(value: object, step: StepGraph) -> float | None:
+    """The one number that an argument is in every step."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, fx.Node) or value.meta["val"].numel() != 1:
+        return None
+    if value.target in (aten.scalar_tensor.default, aten.full.default):
+        number = value.args[-1]
+        return float(number) if isinstance(number, (int, float)) else None
+    if is_cast(value) or packet(value) in _VIEWS:
+        return _number(value.args[0], step)
+    if value.op == "get_attr":
+        return float(getattr(step.module, value.target).item())
+    return None
+
+
+def _merged(ops: Sequence[_Op]) -> list[tuple]:
+    """``ops`` as a gradient passes through them, for comparison."""
+    found: list[tuple] = []
+    for op in ops:
+        if op.kind == "scale" and found and found[-1][0] == "scale":
+            found[-1] = "scale", found[-1][1] * op.number
+        elif op.kind == "scale":
+            found.append(("scale", op.number))
+        elif op.kind != "bias":
+            found.append((op.kind, op.node, op.shown))
+    return [op for op in found if op[0] != "scale" or not math.isclose(op[1], 1.0, rel_tol=1e-6)]
+
+
+def _alike(one: Sequence[_Op], other: Sequence[_Op]) -> bool:
+    a, b = _merged(one), _merged(other)
+    return len(a) == len(b) and all(
+        math.isclose(x[1], y[1], rel_tol=1e-4) if x[0] == y[0] == "scale" else x == y for x, y in zip(a, b, strict=True)
+    )
+
+
+def _transposes(node: object, other: fx.Node) -> bool:
+    """Whether one is the other with rows and columns exchanged."""
+
+    def of(a: object, b: fx.Node) -> bool:
+        return isinstance(a, fx.Node) and _exchanges(a) and a.args[0] is b
+
+    return of(node, other) or of(other, node)
+
+
+def _exchanges(node: fx.Node) -> bool:
+    """Whether the node exchanges the last two dimensions."""
+    rank = node.meta["val"].ndim if isinstance(node.meta.get("val"), torch.Tensor) else 0
+    if packet(node) is aten.transpose:
+        return {d % rank for d in node.args[1:3]} == {rank - 2, rank - 1}
+    return packet(node) is aten.permute and [d % rank for d in node.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
+
+
+def _readers(node: fx.Node, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+    """(reader, what it reads, whether that is transposed) of weights behind casts and views."""
+    for user in node.users:
+        if _exchanges(user) and not turned:
+            yield from _readers(user, True)
+        elif not turned and (is_cast(user) or (packet(user) in _VIEWS and _keeps_scores(user))):
+            yield from _readers(user)
+        else:
+            yield user, node, turned
+
+
+def _numel(node: fx.Node) -> int:
+    return node.meta["val"].numel()
+
+
+def _widens(node: fx.Node) -> bool:
+    """Whether the node casts to a dtype that holds all numbers of the one before."""
+    if not is_cast(node):
+        return False
+    made = node.meta["val"].dtype
+    return torch.promote_types(node.args[0].meta["val"].dtype, made) == made
+
+
+def _peeled(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, float]:
+    """(what ``node`` is in ``shape``, or in its own, before copies, widening casts and numbers; their product)."""
+    found, number, factor, own = node, 1.0, 1.0, node.meta["val"].shape
+    while True:
+        if node.meta["val"].shape in (shape, own):
+            found, number = node, factor
+        if (by := _factor(node)) is not None:
+            factor *= by
+        elif not (_widens(node) or (packet(node) in _VIEWS and _numel(node) == _numel(node.args[0]))):
+            return found, number
+        node = node.args[0]
+
+
+def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | str | None":
+    """The attention around ``softmax``, why it cannot be rewritten, or None where there is none."""
+    value = softmax.meta["val"]
+    if value.ndim not in (3, 4) or softmax.args[1] not in (-1, value.ndim - 1):
+        return None
+    found = _scores(softmax.args[0], step)
+    readers = list(_readers(softmax))
+    outs = [user for user, read, turned in readers if packet(user) is aten.bmm and user.args[0] is read and not turned]
+    if found is None or len(outs) != 1:
+        return None
+    product, ops = found
+    q, k = product.args[-2:]
+    alpha = float(argument(product, "alpha")) if packet(product) is aten.baddbmm else 1.0
+    written = _Written(step, softmax, ops, q, k, outs[0].args[1], outs[0], alpha)
+    rest = [(user, turned) for user, _, turned in readers if user is not outs[0]]
+    for user, turned in rest:
+        if packet(user) is aten._softmax_backward_data and user.args[1] is softmax and written.slope is None:
+            written.slope = user
+        elif packet(user) is aten.bmm and turned and written.dv is None:
+            written.dv = user
+        else:
+            return f"{user.name} reads its weights"
+    return written.read_backward() or written.refused(aliases) or written
+
+
+@dataclass
+class _Written:
+    """The nodes of one attention. ``q`` (N, T, D), ``k`` (N, D, S), ``v`` (N, S, D_v): what its products read;
+    ``out``: its second product; ``alpha``: the number of its first. In backward: ``slope``: of the softmax; ``dout``:
+    the gradient of ``out``; ``dq``, ``dk``, ``dv``: of the others; ``first``: the first product; ``dbias``: (the
+    gradient of all that is added to the scores, what reads it)."""
+
+    step: StepGraph
+    softmax: fx.Node
+    ops: list[_Op]
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    out: fx.Node
+    alpha: float
+    slope: fx.Node | None = None
+    dout: fx.Node | None = None
+    dq: fx.Node | None = None
+    dk: fx.Node | None = None
+    dv: fx.Node | None = None
+    first: fx.Node | None = None
+    dbias: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    #: What the kernels read: queries, keys and values; the numbers that they are multiplied with before the products;
+    #: whether the keys are (D, S).
+    inputs: tuple[fx.Node, ...] = ()
+    numbers: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    turned: bool = False
+
+    def read_backward(self) -> str | None:
+        """Find the nodes of the backward; what is not as it should be."""
+        grads = [self.dv.args[1]] if self.dv is not None else []
+        if self.slope is not None:
+            node = self.slope.args[0]
+            while is_cast(node) or (packet(node) in _VIEWS and _keeps_scores(node)):
+                node = node.args[0]
+            if packet(node) is not aten.bmm or not _transposes(node.args[1], self.v):
+                return "the gradient of its weights is no product with its values"
+            grads.append(node.args[0])
+            self.first = node
+            strangers: list[tuple[fx.Node, fx.Node, list[_Op]]] = []
+            for user, read, ops in self._down(self.slope, [], strangers):
+                if not _alike(ops, self.ops):
+                    return f"{user.name} is no gradient of its product"
+                if user.args[0] is read and _transposes(user.args[1], self.k) and self.dq is None:
+                    self.dq = user
+                elif user.args[1] is read and _transposes(user.args[0], self.q) and self.dk is None:
+                    self.dk = user
+                else:
+                    return f"{user.name} is no gradient of its queries or keys"
+            for node, user, ops in strangers:
+                if any(op[0] != "hide" for op in _merged(ops)):
+                    return f"{user.name} reads the gradient of its scores"
+                self.dbias.append((node, user))
+        if any(grad is not grads[0] for grad in grads):
+            return "its gradients come from two results"
+        self.dout = grads[0] if grads else None
+        self.first = min(node for node in (self.first, self.dv) if node is not None) if grads else None
+        return None
+
+    def _down(self, node: fx.Node, ops: list[_Op], strangers: list) -> list[tuple[fx.Node, fx.Node, list[_Op]]]:
+        """The products that read the gradient of the scores: (product, what it reads, what happened on the way)."""
+        found = []
+        for user in node.users:
+            if packet(user) is aten.bmm:
+                found.append((user, node, ops))
+                continue
+            op, below, apart = self._passes(node, user), [], []
+            if op is not None:
+                below = self._down(user, ops + op, apart)
+            found += below
+            strangers += apart if below else [(node, user, ops)]
+        return found
+
+    @staticmethod
+    def _passes(node: fx.Node, user: fx.Node) -> list[_Op] | None:
+        """What ``user`` does to the gradient ``node`` of scores; None where it is no such step."""
+        kind, args = packet(user), user.args
+        if is_cast(user) or (kind in _VIEWS and _keeps_scores(user)):
+            return []
+        if (number := _factor(user)) is not None:
+            return [_Op("scale", number)]
+        if kind is aten.tanh_backward and args[0] is node:
+            return [_Op("tanh", node=args[1])]
+        if kind is aten.masked_fill and args[0] is node and _zero(args[2]):
+            return [_Op("hide", node=args[1], shown=False)]
+        if kind is aten.where and len(args) == 3:
+            if args[1] is node and _zero(args[2]):
+                return [_Op("hide", node=args[0])]
+            if args[2] is node and _zero(args[1]):
+                return [_Op("hide", node=args[0], shown=False)]
+        return None
+
+    # What runs it
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the scores: (B, H, T, S)."""
+        *lead, T, S = self.softmax.meta["val"].shape
+        return (*lead, T, S) if len(lead) == 2 else (1, lead[0], T, S)
+
+    @property
+    def scale(self) -> float:
+        """Of the product, up to a soft cap."""
+        at = next((i for i, op in enumerate(self.ops) if op.kind == "tanh"), -1)
+        a, b, _ = self.numbers
+        return a * b * self.alpha * math.prod(op.number for op in self.ops[at + 1 :] if op.kind == "scale")
+
+    def refused(self, aliases: Aliases) -> str | None:
+        """Why no kernel can take its place."""
+        self._read_operands()
+        q, k, v = self.inputs
+        dtypes = {node.meta["val"].dtype for node in (q, k, v)}
+        if dtypes not in ({torch.bfloat16}, {torch.float16}):
+            return "it computes in " + ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        biases = [op.node for op in self.ops if op.kind in ("bias", "hide")]
+        for node in (q, k, v, self.dout, *biases):
+            if node is not None and aliases.writes.get(aliases.root(node)):
+                return f"{node.name} is written to"
+        return None
+
+    def _read_operands(self) -> None:
+        """Queries, keys and values before copies, widening casts and numbers; those numbers."""
+        B, H, T, S = self.shape
+        D, D_v = self.q.meta["val"].shape[-1], self.v.meta["val"].shape[-1]
+        q, a = _peeled(self.q, (B, H, T, D))
+        k, b = _peeled(self.k, (B, H, D, S))
+        self.turned = not _exchanges(k)
+        if not self.turned:
+            k, c = _peeled(k.args[0], (B, H, S, D))
+            b *= c
+        v, d = _peeled(self.v, (B, H, S, D_v))
+        self.inputs, self.numbers = (q, k, v), (a, b, d)
+
+    def backend(self, options: FuseAttentionOptions) -> str:
+        """Which kernels run it, or why none does."""
+        B, H, T, S = self.shape
+        widths = [self.q.meta["val"].shape[-1], self.v.meta["val"].shape[-1]]
+        case = Case(B, H, H, T, S, *widths, False, self.inputs[0].meta["val"].dtype)
+        kinds = [op.kind for op in self.ops]
+        if "tanh" in kinds:
+            if self.dbias or "bias" in kinds[kinds.index("tanh") :] or "hide" in kinds[kinds.index("tanh") :]:
+                return "its soft cap is not next to its product"
+            if kinds.count("tanh") > 1 or not options.compiled:
+                return "it has a soft cap, which FlexAttention alone takes, and Inductor does not compile it"
+            return refusal("flex", case, options.capability) or "flex"
+        if self.scale <= 0:
+            return f"its scores are multiplied by {self.scale}, which is not positive"
+        if any(width % 8 for width in widths):
+            return f"8 does not divide heads of {widths[0]} channels"
+        biased = "bias" in kinds or "hide" in kinds
+        cudnn = refusal("cudnn", case, options.capability, options.deterministic)
+        if cudnn is None and not self.dbias and options.capability is not None and options.capability[0] in (9, 10):
+            return "cudnn" if not biased or S % 8 == 0 else f"8 does not divide {S} keys, under a bias"
+        if biased and S % _ALIGNED:
+            return f"{_ALIGNED} does not divide {S} keys, under a bias"
+        return "efficient"
+
+    def rewrite(self, backend: str, flex: FlexNodes) -> str | None:
+        """Put the kernels of ``backend`` in its place; why not, where the graph shows that only now."""
+        T, S = self.shape[2:]
+        (a, b, d), dtype = self.numbers, self.inputs[0].meta["val"].dtype
+        build = Builder(self.out, before=self.out)
+        bias = self._bias(build, dtype, clamped=backend != "flex")
+        at = next((i for i, op in enumerate(self.ops) if op.kind == "tanh"), -1)
+        scale = self.scale
+        if backend == "flex":
+            flex.masks = Masks(self.step.graph)
+            seen = flex.masks.of(bias)
+            if isinstance(seen, str):
+                return f"{seen}, and it has a soft cap"
+        q, k, v = self._laid_out(build)
+        saves = self.dout is not None
+        if backend == "flex":
+            cap = math.prod(op.number for op in self.ops[:at] if op.kind == "scale")
+            out, *saved = flex.forward(build, (q, k, v), seen, scale, cap)
+        elif backend == "cudnn":
+            forward = aten._scaled_dot_product_cudnn_attention.default
+            made = build(forward, q, k, v, bias, saves, 0.0, False, False, scale=scale)
+            out, *saved = (build(operator.getitem, made, i) for i in ((0, 1, 6, 7) if saves else (0,)))
+        else:
+            forward = aten._scaled_dot_product_efficient_attention.default
+            made = build(forward, q, k, v, bias, saves, 0.0, False, scale=scale)
+            out, *saved = (build(operator.getitem, made, i) for i in (range(4) if saves else (0,)))
+        self._put(self.out, out, d, False)
+        if saves:
+            build = Builder(self.first, before=self.first)
+            like = out.meta["val"].shape
+            grad, factor = _peeled(self.dout, like)
+            grad = build.cast(build.view(grad, like), dtype)
+            grad = grad if factor * d == 1.0 else build(aten.mul.Tensor, grad, factor * d)
+            if grad.meta["val"].stride(-1) != 1:
+                grad = build(aten.clone.default, grad, memory_format=torch.contiguous_format)
+            rest, tail = (T, S, 0.0, False), {"scale": scale}
+            if backend == "flex":
+                grads = flex.backward(build, grad, (q, k, v), (out, *saved), seen, scale, cap)
+            elif backend == "cudnn":
+                backward = aten._scaled_dot_product_cudnn_attention_backward.default
+                made = build(backward, grad, q, k, v, out, *saved, bias, None, None, *rest, **tail)
+                grads = [build(operator.getitem, made, i) for i in range(3)]
+            else:
+                backward = aten._scaled_dot_product_efficient_attention_backward.default
+                wanted = [True, True, True, bool(self.dbias)]
+                made = build(backward, grad, q, k, v, bias, out, *saved, 0.0, wanted, False, **tail)
+                grads = [build(operator.getitem, made, i) for i in range(4 if self.dbias else 3)]
+            for node, user in self.dbias:
+                value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
+                user.replace_input_with(node, value)
+                erase_unread(node)
+            a, b = a * self.alpha, b * self.alpha
+            for node, new, number in ((self.dq, grads[0], a), (self.dk, grads[1], b), (self.dv, grads[2], d)):
+                if node is not None:
+                    self._put(node, new, 1.0 / number, node is self.dk)
+        return None
+
+    def _laid_out(self, build: Builder) -> list[fx.Node]:
+        """Queries, keys and values as kernels take them: (B, H, length, width), each row contiguous."""
+        B, H, T, S = self.shape
+        made = []
+        for node, length, turned in zip(self.inputs, (T, S, S), (False, self.turned, False), strict=True):
+            new = build(aten.transpose.int, node, -2, -1) if turned else node
+            new = build.view(new, torch.Size((B, H, length, new.meta["val"].shape[-1])))
+            if new.meta["val"].stride(-1) != 1:
+                new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
+            made.append(new)
+        return made
+
+    def _bias(self, build: Builder, dtype: torch.dtype, *, clamped: bool) -> fx.Node | None:
+        """All that is added to the scores, (B, H, T, S) in ``dtype``; None for nothing."""
+        shape, total, factor = torch.Size(self.shape), None, 1.0
+        for op in self.ops:
+            node = op.node
+            if op.kind == "scale":
+                factor *= op.number
+                continue
+            if op.kind == "bias":
+                if (number := op.number * factor) != 1.0:
+                    node = build(aten.mul.Tensor, node, number)
+            elif op.kind == "hide":
+                device, number = node.meta["val"].device, max(op.number * factor, _LEAST)
+                zero, hidden = (build(aten.scalar_tensor.default, x, dtype=dtype, device=device) for x in (0.0, number))
+                node = build(aten.where.self, node, *((zero, hidden) if op.shown else (hidden, zero)))
+            else:
+                continue
+            size = node.meta["val"].shape
+            if len(size) == 3 and size[0] == shape[0] * shape[1] and len(self.softmax.meta["val"].shape) == 4:
+                node = build.view(node, torch.Size((*shape[:2], *size[1:])))
+            total = node if total is None else build(aten.add.Tensor, total, node)
+        if total is None:
+            return None
+        if clamped and packet(self.softmax) is aten._softmax:
+            total = build(aten.clamp.default, total, _LEAST)
+        total = build.cast(total, dtype)
+        strides = total.meta["val"].stride()
+        if total.meta["val"].shape[-1] != shape[-1] or strides[-1] != 1 or any(s % 8 for s in strides[:-1]):
+            size = torch.Size((*total.meta["val"].shape[:-1], shape[-1]))
+            total = build(aten.expand.default, total, list(size)) if total.meta["val"].shape != size else total
+            total = build(aten.clone.default, total, memory_format=torch.contiguous_format)
+        return total if total.meta["val"].shape == shape else build(aten.expand.default, total, list(shape))
+
+    @staticmethod
+    def _put(node: fx.Node, new: fx.Node, number: float, turned: bool) -> None:
+        """``new`` (B, H, rows, columns) times ``number`` replaces the product ``node``, (N, rows, columns) or
+        ``turned``, after the views behind it, where there are any."""
+        shape = new.meta["val"].shape
+        while (turned or node.meta["val"].shape != shape) and (user := only_user(node)) is not None:
+            if not (_exchanges(user) or (packet(user) in (aten.view, aten._unsafe_view) and _keeps_scores(user))):
+                break
+            node, turned = user, turned != _exchanges(user)
+        build = Builder(node, before=node)
+        new = build.cast(new if number == 1.0 else build(aten.mul.Tensor, new, number), node.meta["val"].dtype)
+        new = build(aten.transpose.int, new, -2, -1) if turned else new
+        if node.meta["val"].shape != new.meta["val"].shape:
+            new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
+            new = build.view(new, node.meta["val"].shape)
+        take_place(node, new)
+        erase_unread(node)
+
+
+def _zero(value: object) -> bool:
+    """Whether an argument is 0, as a gradient has it where a key is hidden."""
+    if isinstance(value, fx.Node) and value.target is aten.scalar_tensor.default:
+        value = value.args[0]
+    return isinstance(value, (int, float)) and value == 0

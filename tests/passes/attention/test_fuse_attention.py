@@ -1,0 +1,281 @@
+"""Attention written out as products and a softmax becomes a fused kernel's, in whichever way models write it.
+
+The kernels of GPUs get an implementation on the CPU here, by the mathematics, in the strides that they return.
+"""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+from stepgraph.passes import StepOptions, chosen, get
+from stepgraph.passes.attention.nodes import BACKWARD
+
+aten = torch.ops.aten
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+BF16 = torch.bfloat16
+SHAPE = 2, 2, 32, 16  # batch, heads, tokens, channels
+
+
+def weights_of(q, k, bias, scale):
+    scores = scale * (q.float() @ k.float().mT)
+    return torch.softmax(scores if bias is None else scores + bias.float(), -1)
+
+
+def laid_out(op, results, *args, **kwargs):
+    """``results`` as ``op`` lays them out in memory; zeros for what it makes besides."""
+    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), (args, kwargs))
+    made = []
+    for i, like in enumerate(op(*args, **kwargs)):
+        if isinstance(like, torch.Tensor):
+            like = torch.zeros_like(like, device="cpu", memory_format=torch.preserve_format)
+            like = like.copy_(results[i]) if i < len(results) else like
+        made.append(torch.zeros(()) if like is None else like)
+    return tuple(made)
+
+
+def forward_of(op):
+    def run(q, k, v, bias, *rest, scale=None):
+        return laid_out(op, [weights_of(q, k, bias, scale) @ v.float()], q, k, v, bias, *rest, scale=scale)
+
+    return run
+
+
+def gradients_of(q, k, v, bias, *, dy, scale):
+    weights, dy = weights_of(q, k, bias, scale), dy.float()
+    slope = dy @ v.float().mT
+    slope = weights * (slope - (slope * weights).sum(-1, keepdim=True))
+    return scale * (slope @ k.float()), scale * (slope.mT @ q.float()), weights.mT @ dy, slope
+
+
+def cudnn_backward(dy, q, k, v, out, lse, seed, offset, bias, *rest, scale=None):
+    results = gradients_of(q, k, v, bias, dy=dy, scale=scale)[:3]
+    return laid_out(BACKWARD[CUDNN], results, dy, q, k, v, out, lse, seed, offset, bias, *rest, scale=scale)
+
+
+def efficient_backward(dy, q, k, v, bias, *rest, scale=None):
+    results = gradients_of(q, k, v, bias, dy=dy, scale=scale)
+    return laid_out(BACKWARD[EFFICIENT], results, dy, q, k, v, bias, *rest, scale=scale)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    library = torch.library.Library("aten", "IMPL")
+    for op, backward in ((CUDNN, cudnn_backward), (EFFICIENT, efficient_backward)):
+        library.impl(op, forward_of(op), "CPU")
+        library.impl(BACKWARD[op], backward, "CPU")
+    yield
+    library._destroy()
+
+
+class Model(nn.Module):
+    """Queries, keys and values of one input by a linear layer, attention by ``write(self, q, k, v)``."""
+
+    def __init__(self, write, dtype=BF16, shape=SHAPE):
+        super().__init__()
+        self.write, self.shape = write, shape
+        _, H, T, D = shape
+        self.qkv = nn.Linear(H * D, 3 * H * D)
+        self.bias = nn.Parameter(torch.randn(1, H, T, T))
+        self.register_buffer("causal", torch.ones(T, T).tril().bool())
+        self.to(dtype)
+
+    def forward(self, x):
+        B, H, T, D = self.shape
+        q, k, v = (part.view(B, T, H, D).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.write(self, q, k, v).transpose(1, 2).reshape(B, T, H * D)
+
+
+def batch_for(dtype=BF16, shape=SHAPE, device="cpu"):
+    B, H, T, D = shape
+    x, dy = torch.randn(2, B, T, H * D, device=device)
+    return {"x": x.to(dtype), "dy": dy}
+
+
+def loss_of(model, batch):
+    return (model(batch["x"]).float() * batch["dy"]).sum() + 0 * model.bias.float().sum()
+
+
+# The ways to write it
+
+
+def causal_bias(self, q):
+    least = torch.finfo(q.dtype).min
+    return torch.full(self.causal.shape, least, dtype=q.dtype, device=q.device).triu(1)[None, None]
+
+
+def hugging_face(self, q, k, v):
+    weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5 + causal_bias(self, q)
+    return torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+def shared_keys(self, q, k, v):
+    k, v = (x[:, :1, None].expand(-1, 1, *q.shape[1:]).reshape(q.shape) for x in (k, v))
+    return hugging_face(self, q, k, v)
+
+
+def min_gpt(self, q, k, v):
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(q.shape[-1]))
+    return F.softmax(scores.masked_fill(~self.causal, -math.inf), dim=-1) @ v
+
+
+def gpt_neo(self, q, k, v):
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
+    hidden = torch.tensor(torch.finfo(scores.dtype).min, dtype=scores.dtype, device=q.device)
+    return torch.matmul(F.softmax(torch.where(self.causal, scores, hidden), -1).to(v.dtype), v)
+
+
+def bloom(self, q, k, v):
+    B, H, T, D = q.shape
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    slopes = (torch.arange(T, device=q.device) * 0.1).to(q.dtype).expand(B * H, 1, T)
+    scores = slopes.baddbmm(q, k.transpose(1, 2), beta=1.0, alpha=D**-0.5).view(B, H, T, T)
+    weights = F.softmax((scores + causal_bias(self, q)).float(), -1).to(q.dtype)
+    return torch.bmm(weights.view(B * H, T, T), v).view(B, H, T, D)
+
+
+def divided(self, q, k, v):
+    width = q.shape[-1] ** 0.25
+    return F.softmax((q / width) @ (k / width).mT, -1) @ (v * 2.0)
+
+
+def three_dimensions(self, q, k, v):
+    B, H, T, D = q.shape
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    weights = F.softmax(torch.bmm(q * D**-0.5, k.transpose(1, 2)), -1)
+    return torch.bmm(weights, v).view(B, H, T, D)
+
+
+def positions(self, q, k, v):
+    return F.softmax(q @ k.mT * q.shape[-1] ** -0.5 + self.bias, -1) @ v
+
+
+def fused_positions(self, q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias.expand(q.shape[0], -1, -1, -1))
+
+
+def capped(self, q, k, v):
+    scores = 5.0 * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / 5.0)
+    later = torch.ones(self.causal.shape, device=q.device).triu(1).bool()
+    return F.softmax(scores.masked_fill(later, -math.inf), -1) @ v
+
+
+WAYS = [
+    (hugging_face, "cudnn"),
+    (shared_keys, "cudnn"),
+    (min_gpt, "cudnn"),
+    (gpt_neo, "cudnn"),
+    (bloom, "cudnn"),
+    (divided, "cudnn"),
+    (three_dimensions, "cudnn"),
+    (positions, "efficient"),
+    (fused_positions, "efficient"),
+    (capped, "flex"),
+]
+
+
+def fused(model, batch, **options):
+    """The step with attention fused, and the pass's report."""
+    options = {"capability": (9, 0)} | options
+    own = replace(get("fuse_attention", **options), needs_cuda=False, for_target=lambda options, target: options)
+    names = ("fold_constants", "remove_noop_views", "dedupe_casts", "false_masks", "dead_code")
+    step = stepgraph.capture(model, loss_of, batch, passes=[*map(get, names), own])
+    return step, next(report for report in step.report if report.name == "fuse_attention")
+
+
+def gradients(model):
+    return [torch.zeros(()) if p.grad is None else p.grad.double() for p in model.parameters()]
+
+
+def near_to_fp64(model, batch, step):
+    """``step`` of ``model`` is no further from the gradients in fp64 than eager, roughly."""
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    loss_of(exact, {name: value.double() for name, value in batch.items()}).backward()
+    loss_of(eager, batch).backward()
+    step(batch)
+    for right, by_eager, ours in zip(*map(gradients, (exact, eager, model)), strict=True):
+        assert (ours - right).norm() <= 1.5 * (by_eager - right).norm() + 1e-3 * right.norm()
+
+
+@pytest.mark.parametrize(("write", "backend"), WAYS, ids=lambda value: getattr(value, "__name__", value))
+def test_as_near_to_fp64_as_eager(write, backend):
+    torch.manual_seed(0)
+    model, batch = Model(write), batch_for()
+    step, report = fused(model, batch)
+    assert (report.matched, report.changed, report.notes) == (1, 1, []), report.notes
+    assert f"1 by {backend}" in report.summary
+    assert not any("softmax" in str(node.target) for node in step.graph.nodes())
+    near_to_fp64(model, batch, step)
+
+
+def test_the_other_kernel_where_cudnn_is_not_the_first_choice():
+    for options in ({"capability": (8, 0)}, {"deterministic": True}):
+        torch.manual_seed(0)
+        _, report = fused(Model(hugging_face), batch_for(), **options)
+        assert "1 by efficient" in report.summary, report.notes
+
+
+def test_rows_hidden_whole_stay_finite():
+    """By the least number of a dtype all keys weigh the same, as in eager."""
+
+    def padded(self, q, k, v):
+        mask = causal_bias(self, q).clone()
+        mask[:, :, :3] = torch.finfo(q.dtype).min
+        return F.softmax(q @ k.mT * q.shape[-1] ** -0.5 + mask.clone(), -1) @ v
+
+    torch.manual_seed(0)
+    model, batch = Model(padded), batch_for()
+    expected = loss_of(model, batch)
+    step, report = fused(model, batch)
+    assert report.changed == 1, report.notes
+    torch.testing.assert_close(step(batch), expected.detach(), rtol=0.02, atol=0.5)
+
+
+def dropped(self, q, k, v):
+    return F.dropout(F.softmax(q @ k.mT, -1), 0.5) @ v
+
+
+def weights_read(self, q, k, v):
+    weights = F.softmax(q @ k.mT, -1)
+    return weights @ v + weights.mean()
+
+
+def negative(self, q, k, v):
+    return F.softmax(q @ k.mT * -1.0, -1) @ v
+
+
+def odd_keys(self, q, k, v):
+    return F.pad(F.softmax((q @ k.mT)[..., :31] + self.bias[..., :31], -1) @ v[:, :, :31], (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype", "options", "reason"),
+    [
+        (hugging_face, torch.float32, {}, "float32"),
+        (weights_read, BF16, {}, "reads its weights"),
+        (negative, BF16, {}, "multiplied by -1.0"),
+        (capped, BF16, {"compiled": False}, "soft cap"),
+    ],
+)
+def test_what_stays_says_why(write, dtype, options, reason):
+    torch.manual_seed(0)
+    _, report = fused(Model(write, dtype), batch_for(dtype), **options)
+    assert (report.matched, report.changed) == (1, 0) and reason in report.notes[0], report.notes
+
+
+@pytest.mark.parametrize("write", [dropped, odd_keys])
+def test_other_things_are_no_attention(write):
+    torch.manual_seed(0)
+    _, report = fused(Model(write), batch_for())
+    assert (report.matched, report.changed) == (0, 0)
+
+
+def test_only_automatic_attention_is_fused():
+    names = {attention: {p.name for p in chosen(StepOptions(attention=attention))} for attention in ("auto", "eager")}
+    assert "fuse_attention" in names["auto"] and "fuse_attention" not in names["eager"]
