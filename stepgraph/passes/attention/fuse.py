@@ -96,12 +96,14 @@ def fuse_attention(step: StepGraph, options: FuseAttentionOptions, report: PassR
 @dataclass(frozen=True)
 class _Op:
     """What happens to scores between product and softmax. ``kind``: ``scale`` by ``number``; ``tanh``; ``hide``, where
-    ``node`` is true if ``shown`` is False, by ``number``; ``bias``: ``node`` times ``number`` is added."""
+    ``node`` is true if ``shown`` is False, by ``number``; ``bias``: ``node`` times ``number`` is added. ``size``: of
+    those scores."""
 
     kind: str
     number: float = 1.0
     node: fx.Node | None = None
     shown: bool = True
+    size: tuple[int, ...] = ()
 
 
 def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
@@ -113,7 +115,7 @@ def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
         return node, []
     if kind is aten.baddbmm:
         beta, alpha = argument(node, "beta"), argument(node, "alpha")
-        return (node, [_Op("bias", float(beta), args[0])]) if alpha and beta else None
+        return (node, [_Op("bias", float(beta), args[0], size=_size(node))]) if alpha and beta else None
     op, sources = None, [args[0]] if args else []
     if is_cast(node) or (kind in _VIEWS and _keeps_scores(node)):
         pass
@@ -126,12 +128,16 @@ def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
     elif kind is aten.add and len(args) == 2 and node.kwargs.get("alpha", 1) == 1:
         for scores, bias in (args, args[::-1]):
             if isinstance(bias, fx.Node) and _is_whole(scores, node) and (found := _scores(scores, step)) is not None:
-                return found[0], [_Op("bias", node=bias), *found[1]]
+                return found[0], [_Op("bias", node=bias, size=_size(node)), *found[1]]
         return None
     else:
         return None
     found = _scores(sources[0], step)
     return found and (found[0], [op, *found[1]] if op else found[1])
+
+
+def _size(node: fx.Node) -> torch.Size:
+    return node.meta["val"].shape
 
 
 def _is_whole(part: object, node: fx.Node) -> bool:
@@ -157,12 +163,12 @@ def _hides(node: fx.Node, step: StepGraph) -> tuple[_Op, list[fx.Node]] | None:
     """What hides keys by a number, and the scores that it reads."""
     kind, args = packet(node), node.args
     if kind is aten.masked_fill and (number := _number(args[2], step)) is not None:
-        return (_Op("hide", number, args[1], False), [args[0]]) if number <= HIDDEN else None
+        return (_Op("hide", number, args[1], False, _size(node)), [args[0]]) if number <= HIDDEN else None
     if kind is aten.where and len(args) == 3:
         for scores, other, shown in ((args[1], args[2], True), (args[2], args[1], False)):
             number = _number(other, step)
             if number is not None and number <= HIDDEN and _is_whole(scores, node):
-                return _Op("hide", number, args[0], shown), [scores]
+                return _Op("hide", number, args[0], shown, _size(node)), [scores]
     return None
 
 
@@ -376,13 +382,13 @@ class _Written:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of the scores: (B, H, T, S)."""
-        *lead, T, S = self.softmax.meta["val"].shape
-        return (*lead, T, S) if len(lead) == 2 else (1, lead[0], T, S)
+        """The scores': (B, H, T, S)."""
+        sizes = [_size(self.softmax), *(op.size for op in self.ops)]
+        return next((tuple(size) for size in sizes if len(size) == 4), (1, *sizes[0]))
 
     @property
     def scale(self) -> float:
-        """Of the product, up to a soft cap."""
+        """The number that the product is multiplied with, up to a soft cap."""
         at = next((i for i, op in enumerate(self.ops) if op.kind == "tanh"), -1)
         a, b, _ = self.numbers
         return a * b * self.alpha * math.prod(op.number for op in self.ops[at + 1 :] if op.kind == "scale")
@@ -523,8 +529,8 @@ class _Written:
                 node = build(aten.where.self, node, *((zero, hidden) if op.shown else (hidden, zero)))
             else:
                 continue
-            size = node.meta["val"].shape
-            if len(size) == 3 and size[0] == shape[0] * shape[1] and len(self.softmax.meta["val"].shape) == 4:
+            size = _size(node)
+            if len(op.size) == len(size) == 3 and size[0] == shape[0] * shape[1]:
                 node = build.view(node, torch.Size((*shape[:2], *size[1:])))
             total = node if total is None else build(aten.add.Tensor, total, node)
         if total is None:

@@ -152,6 +152,13 @@ def three_dimensions(self, q, k, v):
     return torch.bmm(weights, v).view(B, H, T, D)
 
 
+def bart(self, q, k, v):
+    B, H, T, D = q.shape
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(B, H, T, T) + causal_bias(self, q).expand(B, 1, T, T)
+    return torch.bmm(F.softmax(scores.view(B * H, T, T), dim=-1), v).view(B, H, T, D)
+
+
 def positions(self, q, k, v):
     return F.softmax(q @ k.mT * q.shape[-1] ** -0.5 + self.bias, -1) @ v
 
@@ -174,6 +181,7 @@ WAYS = [
     (bloom, "cudnn"),
     (divided, "cudnn"),
     (three_dimensions, "cudnn"),
+    (bart, "cudnn"),
     (positions, "efficient"),
     (fused_positions, "efficient"),
     (capped, "flex"),
