@@ -3,8 +3,8 @@
 Eager looks at values, which a trace has not: the gradient of a product divides by each factor if none is zero, and that
 of a value that fills a mask, or that is written where a mask is true, is the sum of what the mask selects. For a trace
 torch takes formulas that look at nothing and round otherwise. Here both are nodes, and the values choose when the step
-runs. Singular values and eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the
-whole decomposition.
+runs. The gradient of ``masked_scatter``'s source is moved by an index, which needs no host. Singular values and
+eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole decomposition.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,8 +26,10 @@ _VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_no
 
 
 class EagerFormulas(TorchFunctionMode):
-    """Inside, ``prod``, ``masked_fill`` and ``x[mask] = value`` have eager's gradients. ``is_known``: whether a mask's
-    values are known, and with them how many elements it selects."""
+    """Inside, ``prod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's gradients.
+
+    ``is_known``: whether a mask's values are known, and with them how many elements it selects.
+    """
 
     def __init__(self, is_known: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
@@ -151,6 +153,37 @@ class _FilledBy(torch.autograd.Function):
         return grad, None, masked_sum(grad, mask).to(ctx.dtype)
 
 
+def _masked_scatter(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = dict(zip(("self", "mask", "source"), args, strict=False)) | kwargs
+    mask, source = given.get("mask"), given.get("source")
+    if not isinstance(source, torch.Tensor) or not source.requires_grad or compat.is_traceable_wrapper_subclass(source):
+        return func(*args, **kwargs)
+    return _ScatteredFrom.apply(func(given["self"], mask, source.detach()), mask, source)
+
+
+class _ScatteredFrom(torch.autograd.Function):
+    """``filled``, where elements of ``source`` in order stand where ``mask`` is true.
+
+    torch's backward selects by the mask, for which the host reads their number; here the same elements go to the same
+    places by an index, and what no mask selects to one place behind them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, filled: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(filled)
+        ctx.save_for_backward(mask)
+        ctx.shape = source.shape
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+        (mask,) = ctx.saved_tensors
+        mask, size = mask.expand_as(grad).reshape(-1), ctx.shape.numel()
+        places = torch.where(mask, mask.cumsum(0) - 1, size).clamp(max=size)
+        found = grad.new_zeros(size + 1).scatter(0, places, grad.reshape(-1))
+        return grad, None, found.narrow(0, 0, size).view(ctx.shape)
+
+
 def _masks(index: Any) -> list[torch.Tensor]:
     indices = index if isinstance(index, list | tuple) else [index]
     return [one for one in indices if isinstance(one, torch.Tensor) and one.dtype == torch.bool]
@@ -191,4 +224,5 @@ _SPECIAL = {
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _prod),
     **dict.fromkeys((torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put, torch.Tensor.index_put), _put),
     **dict.fromkeys((torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), _masked_fill),
+    **dict.fromkeys((torch.masked_scatter, torch.Tensor.masked_scatter, torch.Tensor.masked_scatter_), _masked_scatter),
 }

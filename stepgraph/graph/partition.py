@@ -18,6 +18,18 @@ from stepgraph.kernels.moe import grouped
 _GROUPED = (torch.ops.aten._grouped_mm, torch.ops.stepgraph.grouped_mm, torch.ops.stepgraph.grouped_mm_weight)
 
 aten = torch.ops.aten
+#: Operators that select by a mask and give a shape that does not depend on it.
+_SELECTING = (torch.ops.stepgraph.masked_sum, torch.ops.stepgraph.selected_sum, aten.masked_scatter_backward)
+#: Operators whose kernels on a GPU wait for it and that no tag of torch names: ``tests/gpu/test_waits_gpu.py`` runs
+#: torch's own list of operators and finds them.
+WAITING = {aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, aten.normal.Tensor_Tensor}
+WAITING |= {aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+for _packet in (
+    *(aten._ctc_loss_backward, aten._linalg_check_errors, aten._linalg_eigh, aten._linalg_svd, aten._unique),
+    *(aten.cholesky, aten.histc, aten.isin, aten.linalg_eig, aten.linalg_matrix_exp, aten.linalg_pinv),
+    *(aten.segment_reduce, aten._to_sparse),
+):
+    WAITING |= {getattr(_packet, name) for name in _packet.overloads()}
 _INDEXINGS = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl, aten._unsafe_index_put)
 
 
@@ -66,8 +78,10 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     devices = {t.device.type for t in tensors_of(node)}
     if devices - {gpu}:
         return f"it works on {' and '.join(sorted(devices))} tensors"
-    if packet(node) in (torch.ops.stepgraph.masked_sum, torch.ops.stepgraph.selected_sum) or _has_mask(node):
+    if packet(node) in _SELECTING or _has_mask(node):
         return "the host must read how many elements its mask selects"
+    if node.target in WAITING:
+        return "its kernels read values on the host"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
         return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     return None

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph import CaptureError
+from stepgraph.graph.partition import needs_host
 
 MASK = torch.arange(40).view(8, 5) % 3 > 0
 
@@ -39,6 +40,8 @@ FUNCTIONS = {
     "set_item_row": lambda m, y: set_item(y * 1, y.detach()[:, 0] > 0, m.bias[None]),
     "set_item_column": lambda m, y: set_item(y * 1, (slice(None), y.detach()[0] > 0), m.weight[:1, :1] * 2),
     "index_put": lambda m, y: y.index_put([y.detach() > 0], m.bias[1]) + y,
+    "masked_scatter": lambda m, y: y.masked_scatter(y.detach() > 0, torch.outer(m.bias, m.weight.flatten())),
+    "masked_scatter_": lambda m, y: (y * 1).masked_scatter_(MASK[:, :1], torch.outer(m.bias, m.weight.flatten())).sin(),
     "masked_fill_frozen": lambda m, y: y * torch.ones(8, 5).masked_fill_(MASK, m.bias[2]),
     "penalty": lambda m, y: torch.autograd.grad(y.prod(0).sum(), y, create_graph=True)[0].square(),
     "vmap": lambda m, y: torch.func.vmap(torch.func.grad(lambda row: row.prod()))(y),
@@ -82,6 +85,13 @@ def test_formulas_of_eager(name, seed):
         return (y * torch.linspace(0.3, 1.1, y.numel()).view(y.shape)).sum().float()
 
     compare(loss_fn, model, x)
+
+
+@pytest.mark.parametrize("name", ["masked_scatter", "masked_scatter_"])
+def test_a_gradient_of_masked_scatter_needs_no_host(name):
+    model, x = nn.Linear(5, 5), torch.randn(8, 5)
+    step = stepgraph.capture(model, lambda model, x: FUNCTIONS[name](model, model(x)).sum(), x, passes="exact")
+    assert not [needs_host(node, gpu="cpu") for node in step.graph.graph.nodes if needs_host(node, gpu="cpu")]
 
 
 VALUES = {
