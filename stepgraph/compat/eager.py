@@ -44,11 +44,22 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._are_functorch_transforms_active
 
+#: Subclasses (DTensor, fake tensors) must go through the dispatcher.
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
-def in_plain_eager() -> bool:
-    """Whether no compiler, dispatch mode or function transform (vmap, grad) is active: tracers other than Dynamo are
-    dispatch modes."""
-    return not (_is_traced() or _dispatch_modes() or _function_transforms())
+
+def in_plain_eager(x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, c: torch.Tensor | None) -> bool:
+    """Whether a call on tensors, ``x`` on a CPU or CUDA, may bypass the dispatcher: they are no subclasses, and no
+    compiler, dispatch mode or function transform (vmap, grad) is active. Tracers other than Dynamo are dispatch modes.
+    """
+    return (
+        not (_is_traced() or _dispatch_modes() or _function_transforms())
+        and type(x) in _PLAIN
+        and type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and type(c) in _PLAIN
+        and (x.is_cuda or x.is_cpu)
+    )
 
 
 def scaled_mm(

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 from stepgraph import kernels
 from stepgraph.kernels.norm.spec import Norm
-from stepgraph.kernels.norm.triton import single as triton_norm
 from stepgraph.kernels.norm.triton import workspace
 from stepgraph.kernels.norm.triton.config.limits import Config, Problem, fits, hardware
 from stepgraph.kernels.norm.triton.config.select import select
+from tests.kernels.norm import backend as triton_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-6

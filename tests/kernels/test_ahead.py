@@ -20,7 +20,8 @@ import stepgraph.kernels
 from stepgraph import compat
 from stepgraph.kernels import ahead, compile_worker
 from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.norm.triton import pair, plans, single, workspace
+from stepgraph.kernels.norm import planned
+from stepgraph.kernels.norm.triton import plans, workspace
 from stepgraph.kernels.norm.triton.config.limits import Hardware
 from stepgraph.passes.compile import ahead as beside
 
@@ -48,9 +49,8 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(plans, "hardware_of", lambda x: Hardware(132, 228 * 1024 - 4096))
     monkeypatch.setattr(cast_triton, "_mixes_up_bytes", lambda: False)  # else, one kernel less is needed
-    for module in (single, pair):
-        monkeypatch.setattr(module, "current_device", lambda: 0)
-        monkeypatch.setattr(module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(plans, "current_device", lambda: 0)
+    monkeypatch.setattr(plans, "raw_stream", lambda index: 0)
 
 
 @pytest.fixture
@@ -156,13 +156,13 @@ def test_only_kernels_read_constants_of_their_module():
 
 
 def test_nothing_stays_behind(make, monkeypatch):
-    monkeypatch.setattr(single, "PLANS", plans.Plans())
+    monkeypatch.setattr(planned, "PLANS", {})
     monkeypatch.setattr(workspace, "_streams", {})
-    before = plans._empty, single.zeros
+    before = plans._empty, plans.zeros
     for operator, args in examples(make):
         ahead.sources_of(operator, args)
-    assert not single.PLANS and not workspace._streams
-    assert before == (plans._empty, single.zeros)
+    assert not planned.PLANS and not workspace._streams
+    assert before == (plans._empty, plans.zeros)
 
 
 def test_addresses_and_sizes_that_16_divides(make):

@@ -12,7 +12,8 @@ from stepgraph import compat
 def recorded_norms(record: Callable[[compat.TritonSource], None]) -> Iterator[None]:
     """Inside, calls of the CUDA backend on fake tensors launch nothing: ``record`` gets what would be compiled, by the
     rules. Neither plans nor memory of theirs are kept."""
-    from stepgraph.kernels.norm.triton import launch, pair, plans, single
+    from stepgraph.kernels.norm import planned
+    from stepgraph.kernels.norm.triton import launch, plans
 
     def recorded(self: launch.Launch, stream: int | None, *tensors: torch.Tensor | None) -> None:
         unaligned = tuple(i for i, t in enumerate(tensors) if t is not None and compat.misalignment(t))
@@ -25,9 +26,8 @@ def recorded_norms(record: Callable[[compat.TritonSource], None]) -> Iterator[No
         return torch.empty(count, dtype=torch.int64, device=device)
 
     with (
-        compat.replaced(launch.Launch, __call__=recorded),
-        compat.replaced(plans, _empty=empty),
-        compat.replaced(single, zeros=words, PLANS=plans.Plans()),
-        compat.replaced(pair, zeros=words, PLANS=plans.Plans()),
+        compat.replaced(launch.Launch, first=recorded),
+        compat.replaced(plans, _empty=empty, zeros=words),
+        compat.replaced(planned, PLANS={}),
     ):
         yield

@@ -13,25 +13,11 @@ import torch
 
 from stepgraph.compat import in_function_transform, in_plain_eager
 from stepgraph.kernels.norm import operators, reference, sharding
-from stepgraph.kernels.norm.spec import Norm
+from stepgraph.kernels.norm.operators import Options
+from stepgraph.kernels.norm.spec import Norm, default_eps
 
 Tensor = torch.Tensor
 Optional = Tensor | None
-
-#: Plain tensor types. Subclasses (DTensor, fake tensors) must go through the dispatcher.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-
-
-def is_plain(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
-    """Whether a call on these tensors may bypass the dispatcher."""
-    return (
-        in_plain_eager()
-        and type(x) in _PLAIN
-        and type(a) in _PLAIN
-        and type(b) in _PLAIN
-        and type(c) in _PLAIN
-        and (x.is_cuda or x.is_cpu)
-    )
 
 
 def _any_needs_grad(x: Tensor, a: Optional, b: Optional, c: Optional) -> bool:
@@ -81,21 +67,25 @@ def _differentiable(name: str, setup_context: Callable, backward: Callable) -> C
 # One tensor
 
 
-def _save(ctx: Any, norm: Norm, x: Tensor, weight: Optional, residual: Optional, h: Optional, *stats: Optional) -> None:
+def _save(
+    ctx: Any, options: Options, x: Tensor, weight: Optional, residual: Optional, h: Optional, *stats: Optional
+) -> None:
     if residual is not None and h is None:
         raise ValueError(
             "keep_h is False and a gradient is needed; allowed is True, backward reads h: pass keep_h=True"
         )
-    ctx.call = norm, x.dtype, None if residual is None else residual.dtype
+    ctx.call = options, x.dtype, None if residual is None else residual.dtype
     ctx.save_for_backward(x if residual is None else h, weight, *stats)
     ctx.set_materialize_grads(False)
 
 
-def _backward(norm: Norm, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional, *rest):
-    # Gradients are enabled: a second derivative is wanted, and only the operator has one.
-    if is_plain(dy, h, weight, dh) and not torch.is_grad_enabled():
-        return operators.backward(norm, dy, h, weight, mean, rstd, dh, *rest)
-    return _dispatched_backward(dy, h, weight, mean, rstd, dh, *operators.options(norm), *rest)
+def _backward(
+    options: Options, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional, *rest: Any
+) -> Sequence[Optional]:
+    # Where gradients are enabled a second derivative is wanted, and only the operator has one.
+    if not torch.is_grad_enabled() and in_plain_eager(dy, h, weight, dh):
+        return operators.backward(options, dy, h, weight, mean, rstd, dh, *rest)
+    return _dispatched_backward(dy, h, weight, mean, rstd, dh, *options, *rest)
 
 
 def _as(gradient: Optional, dtype: torch.dtype) -> Optional:
@@ -104,7 +94,7 @@ def _as(gradient: Optional, dtype: torch.dtype) -> Optional:
 
 
 def gradients(
-    call: tuple[Norm, torch.dtype, torch.dtype | None],
+    call: tuple[Options, torch.dtype, torch.dtype | None],
     needs: Sequence[bool],
     saved: Sequence[Optional],
     dy: Optional,
@@ -112,9 +102,9 @@ def gradients(
 ) -> tuple[Optional, Optional, Optional, Optional]:
     """Gradients of x, weight, bias and residual, of which ``needs`` says which are wanted.
 
-    ``call``: the norm, and the dtypes of x and of residual. ``saved``: h, weight, mean and rstd.
+    ``call``: the norm's options, and the dtypes of x and of residual. ``saved``: h, weight, mean and rstd.
     """
-    norm, x_dtype, residual_dtype = call
+    options, x_dtype, residual_dtype = call
     need_x, need_weight, need_bias, need_residual = needs
     h, weight, mean, rstd = saved
     # The residual stream may be wider than x: its gradient must not be rounded on the way.
@@ -124,7 +114,7 @@ def gradients(
         d, dw, db = dh, None, None
     else:
         wanted = (need_x or need_residual, need_weight, need_bias)
-        d, dw, db = _backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *wanted)
+        d, dw, db = _backward(options, dy, h, weight, mean, rstd, dh, dx_dtype, *wanted)[:3]
     return _as(d, x_dtype) if need_x else None, dw, db, _as(d, residual_dtype) if need_residual else None
 
 
@@ -132,9 +122,9 @@ class _Direct(torch.autograd.Function):
     """`norm` without the dispatcher: y, then h if the call has it."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, norm):
-        y, h, mean, rstd = operators.forward(norm, x, weight, bias, residual, True)
-        _save(ctx, norm, x, weight, residual, h, mean, rstd)
+    def forward(ctx, x, weight, bias, residual, options):
+        y, h, mean, rstd = operators.forward(options, x, weight, bias, residual, True)[:4]
+        _save(ctx, options, x, weight, residual, h, mean, rstd)
         # h is always an output: a second derivative goes through it.
         return y if h is None else (y, h)
 
@@ -143,31 +133,35 @@ class _Direct(torch.autograd.Function):
         return *gradients(ctx.call, ctx.needs_input_grad[:4], ctx.saved_tensors, dy, dh), None
 
 
-# Python's `apply` first repeats checks that `is_plain` has made, which takes microseconds.
+# Python's `apply` first repeats checks that `in_plain_eager` has made, which takes microseconds.
 _apply = super(torch.autograd.Function, _Direct).apply
 
 
 def norm(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, prenorm: bool
-) -> tuple[Tensor, Optional]:
-    """``(y, h)``; h is None without a residual, and may be None unless ``prenorm``. Raises ``ValueError`` as
-    `spec.check` does."""
+    kind: str, x: Tensor, weight: Optional, bias: Optional, residual: Optional, eps: float | None,
+    weight_offset: float, out_dtype: torch.dtype | None, prenorm: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """y, or ``(y, h)`` with ``prenorm``. Raises ``ValueError`` as `spec.check` does."""
+    options = (out_dtype or x.dtype, kind, default_eps(x.dtype) if eps is None else eps, weight_offset)
     needs_grad = _any_needs_grad(x, weight, bias, residual)
-    if not is_plain(x, weight, bias, residual):
+    if not in_plain_eager(x, weight, bias, residual):
         sharding.check(x=x)
         # Inside a transform the tensors do not show whether a gradient is wanted outside it.
         keep_h = prenorm or needs_grad or in_function_transform()
-        return _dispatched(x, weight, bias, residual, *operators.options(norm), keep_h)[:2]
-    if not needs_grad:
-        return operators.forward(norm, x, weight, bias, residual, prenorm)[:2]
-    result = _apply(x, weight, bias, residual, norm)
-    return (result, None) if residual is None else result
+        y, h, *_ = _dispatched(x, weight, bias, residual, *options, keep_h)
+    elif not needs_grad:
+        y, h, *_ = operators.forward(options, x, weight, bias, residual, prenorm)
+    elif residual is None:
+        y = _apply(x, weight, bias, None, options)
+    else:
+        y, h = _apply(x, weight, bias, residual, options)
+    return (y, x if residual is None else h) if prenorm else y
 
 
 def _operator_setup(ctx, inputs, output):
     x, weight, _, residual, *options, _ = inputs
     _, h, mean, rstd = output
-    _save(ctx, operators.from_options(*options), x, weight, residual, h, mean, rstd)
+    _save(ctx, tuple(options), x, weight, residual, h, mean, rstd)
     ctx.mark_non_differentiable(*(t for t in (mean, rstd) if t is not None))
 
 
@@ -181,8 +175,8 @@ _dispatched = _differentiable("norm", _operator_setup, _operator_backward)
 # q and k
 
 
-def _save_pair(ctx: Any, norm: Norm, *tensors: Optional) -> None:
-    ctx.norm = norm
+def _save_pair(ctx: Any, options: Options, *tensors: Optional) -> None:
+    ctx.options = options
     ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
@@ -194,10 +188,10 @@ def _pair_gradients(ctx: Any, dyq: Optional, dyk: Optional) -> tuple[Optional, O
     dyq = torch.zeros_like(q) if dyq is None else dyq
     dyk = torch.zeros_like(k) if dyk is None else dyk
     needs = (need_q or need_k, need_wq or need_wk)
-    if is_plain(dyq, dyk, q, k) and not torch.is_grad_enabled():
-        dq, dk, dwq, dwk = operators.backward_pair(ctx.norm, dyq, dyk, *ctx.saved_tensors, *needs)
+    if not torch.is_grad_enabled() and in_plain_eager(dyq, dyk, q, k):
+        dq, dk, dwq, dwk, *_ = operators.backward_pair(ctx.options, dyq, dyk, *ctx.saved_tensors, *needs)
     else:
-        dq, dk, dwq, dwk = _dispatched_pair_backward(dyq, dyk, *ctx.saved_tensors, *operators.options(ctx.norm), *needs)
+        dq, dk, dwq, dwk = _dispatched_pair_backward(dyq, dyk, *ctx.saved_tensors, *ctx.options, *needs)
     return dq if need_q else None, dk if need_k else None, dwq if need_wq else None, dwk if need_wk else None
 
 
@@ -205,9 +199,9 @@ class _DirectPair(torch.autograd.Function):
     """`norm_pair` without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, q, k, wq, wk, norm):
-        yq, yk, rstd_q, rstd_k = operators.forward_pair(norm, q, k, wq, wk)
-        _save_pair(ctx, norm, q, k, wq, wk, rstd_q, rstd_k)
+    def forward(ctx, q, k, wq, wk, options):
+        yq, yk, rstd_q, rstd_k = operators.forward_pair(options, q, k, wq, wk)
+        _save_pair(ctx, options, q, k, wq, wk, rstd_q, rstd_k)
         return yq, yk
 
     @staticmethod
@@ -218,19 +212,24 @@ class _DirectPair(torch.autograd.Function):
 _apply_pair = super(torch.autograd.Function, _DirectPair).apply
 
 
-def norm_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor]:
+def norm_pair(
+    q: Tensor, k: Tensor, wq: Optional, wk: Optional, eps: float | None, weight_offset: float,
+    out_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``(yq, yk)``. Raises ``ValueError`` as `spec.check_pair` does."""
-    if not is_plain(q, k, wq, wk):
+    options = (out_dtype or q.dtype, "rms", default_eps(q.dtype) if eps is None else eps, weight_offset)
+    if not in_plain_eager(q, k, wq, wk):
         sharding.check(q=q, k=k)
-        return _dispatched_pair(q, k, wq, wk, *operators.options(norm))[:2]
+        return _dispatched_pair(q, k, wq, wk, *options)[:2]
     if _any_needs_grad(q, k, wq, wk):
-        return _apply_pair(q, k, wq, wk, norm)
-    return operators.forward_pair(norm, q, k, wq, wk)[:2]
+        return _apply_pair(q, k, wq, wk, options)
+    yq, yk, *_ = operators.forward_pair(options, q, k, wq, wk)
+    return yq, yk
 
 
 def _operator_setup_pair(ctx, inputs, output):
     rstd_q, rstd_k = output[2:]
-    _save_pair(ctx, operators.from_options(*inputs[4:]), *inputs[:4], rstd_q, rstd_k)
+    _save_pair(ctx, tuple(inputs[4:]), *inputs[:4], rstd_q, rstd_k)
     ctx.mark_non_differentiable(rstd_q, rstd_k)
 
 

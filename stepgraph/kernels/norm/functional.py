@@ -16,7 +16,6 @@ Computed in float32, rounded once at the end. Gradients are bitwise reproducible
 import torch
 
 from stepgraph.kernels.norm import derivatives
-from stepgraph.kernels.norm.spec import described
 
 Tensor = torch.Tensor
 Optional = Tensor | None
@@ -39,9 +38,7 @@ def rms_norm(
     without a residual h is x. Raises ``ValueError`` for shapes, dtypes, devices or strides that are not allowed.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    norm = described("rms", x, eps, weight_offset, out_dtype)
-    y, h = derivatives.norm(norm, x, weight, bias, residual, prenorm)
-    return (y, x if residual is None else h) if prenorm else y
+    return derivatives.norm("rms", x, weight, bias, residual, eps, weight_offset, out_dtype, prenorm)
 
 
 def layer_norm(
@@ -60,9 +57,7 @@ def layer_norm(
     As `rms_norm` otherwise; the variance is the biased one.
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450.
     """
-    norm = described("layer", x, eps, weight_offset, out_dtype)
-    y, h = derivatives.norm(norm, x, weight, bias, residual, prenorm)
-    return (y, x if residual is None else h) if prenorm else y
+    return derivatives.norm("layer", x, weight, bias, residual, eps, weight_offset, out_dtype, prenorm)
 
 
 def qk_norm(
@@ -81,4 +76,4 @@ def qk_norm(
     wq, wk: both or neither, one dtype, (D,) or per head. Raises ``ValueError`` as `rms_norm` does.
     Source: Henry et al. 2020, arXiv:2010.04245.
     """
-    return derivatives.norm_pair(described("rms", q, eps, weight_offset, out_dtype), q, k, wq, wk)
+    return derivatives.norm_pair(q, k, wq, wk, eps, weight_offset, out_dtype)

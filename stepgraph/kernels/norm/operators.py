@@ -8,12 +8,15 @@ and vmap are in `derivatives`, DTensor in `sharding`, the formulas and the meani
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.norm import reference
+from stepgraph.kernels.norm.planned import planned
 from stepgraph.kernels.norm.spec import Norm, check, check_pair, math_dtype
 
 Tensor = torch.Tensor
@@ -52,23 +55,17 @@ def _triton() -> ModuleType:
     return triton_norm
 
 
-def options(norm: Norm) -> tuple[torch.dtype, str, float, float]:
-    """``norm`` as arguments of an operator."""
-    return norm.out_dtype, norm.kind, norm.eps, norm.weight_offset
+#: Dtype of y, kind, eps and weight offset: a `Norm` as arguments of an operator.
+Options = tuple[torch.dtype, str, float, float]
 
 
 def from_options(out_dtype: torch.dtype, kind: str, eps: float, weight_offset: float) -> Norm:
-    """The inverse of `options`."""
+    """The norm that ``Options`` describe."""
     return Norm(kind, eps, weight_offset, out_dtype)
 
 
-def rows(gradient: Tensor) -> Tensor:
-    """``gradient`` with last stride 1, as backends need it; autograd may send it expanded or transposed."""
-    return gradient if gradient.stride(-1) == 1 or gradient.shape[-1] == 1 else gradient.contiguous()
-
-
-# Each of the four handles empty inputs here and leaves the rest to the backend. `_like_*` make zeros of the outputs'
-# shapes: the fake implementation, and the right result for inputs without rows.
+# Each of the four finds the plan of a call, which the backend of the device makes; empty inputs are handled here.
+# `_like_*` make zeros of the outputs' shapes: the fake implementation, and the right result for inputs without rows.
 
 
 def _like_forward(norm: Norm, x: Tensor, residual: Optional, keep_h: bool) -> tuple[Tensor, Optional, Optional, Tensor]:
@@ -78,19 +75,23 @@ def _like_forward(norm: Norm, x: Tensor, residual: Optional, keep_h: bool) -> tu
     return y, h, torch.empty_like(rstd) if norm.kind == "layer" else None, rstd
 
 
-def forward(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
-) -> tuple[Tensor, Optional, Optional, Tensor]:
-    """``(y, h, mean, rstd)`` from the backend of the device. Raises ``ValueError`` as `check` does.
-
-    The CUDA backend checks only when it makes a plan: checking every call would take longer than the rest of it.
-    """
-    if x.is_cuda and x.numel():
-        return _triton().forward(norm, x, weight, bias, residual, keep_h)
+def _forward(
+    options: Options, keep_h: bool, x: Tensor, residual: Optional, weight: Optional, bias: Optional
+) -> Callable[..., Sequence[Optional]]:
+    norm = from_options(*options)
     check(norm, x, weight, bias, residual)
     if x.numel() == 0:
-        return _like_forward(norm, x, residual, keep_h)
-    return reference.forward(norm, x, weight, bias, residual, keep_h)
+        return lambda x, residual, *_: _like_forward(norm, x, residual, keep_h)
+    if x.is_cuda:
+        return _triton().forward_plan(norm, keep_h, None, None, x, residual, weight, bias).run
+    return lambda x, residual, weight, bias: reference.forward(norm, x, weight, bias, residual, keep_h)
+
+
+def forward(
+    options: Options, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool
+) -> Sequence[Optional]:
+    """``y, h, mean, rstd`` first. Raises ``ValueError`` as `check` does."""
+    return planned(_forward, (options, keep_h), x, residual, weight, bias)(x, residual, weight, bias)
 
 
 def _like_backward(
@@ -101,42 +102,68 @@ def _like_backward(
     return dx, dw, weight.new_zeros(weight.shape) if need_db else None
 
 
+def _backward(
+    options: Options, rest: tuple[torch.dtype, bool, bool, bool], dy: Tensor, h: Tensor, weight: Optional, dh: Optional
+) -> Callable[..., Sequence[Optional]]:
+    norm = from_options(*options)
+    if h.numel() == 0 or not any(rest[1:]):
+        return lambda dy, h, weight, *_: _like_backward(dy, weight, *rest)
+    if h.is_cuda:
+        return _triton().backward_plan(norm, *rest, None, dy, h, weight, dh).run
+    return lambda *tensors: reference.backward(norm, *tensors, *rest)
+
+
 def backward(
-    norm: Norm,
-    dy: Tensor,
-    h: Tensor,
-    weight: Optional,
-    mean: Optional,
-    rstd: Tensor,
-    dh: Optional,
-    dx_dtype: torch.dtype,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-) -> tuple[Optional, Optional, Optional]:
-    """``(dx, dw, db)`` from the backend of the device."""
-    if h.numel() == 0:
-        return _like_backward(dy, weight, dx_dtype, need_dx, need_dw, need_db)
-    dy = rows(dy)
-    dh = None if dh is None else rows(dh)
-    run = _triton().backward if h.is_cuda else reference.backward
-    return run(norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_db)
+    options: Options, dy: Tensor, h: Tensor, weight: Optional, mean: Optional, rstd: Tensor, dh: Optional,
+    *rest: Any,
+) -> Sequence[Optional]:  # fmt: skip
+    """``dx, dw, db`` first. ``rest``: dtype of dx, and whether dx, dw and db are needed."""
+    return planned(_backward, (options, rest), dy, h, weight, dh)(dy, h, weight, mean, rstd, dh)
+
+
+def _pair(options: Options, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> Callable[..., Sequence[Optional]]:
+    norm = from_options(*options)
+    check_pair(norm, q, k, wq, wk)
+    if q.is_cuda and q.numel() and k.numel():
+        return _triton().forward_pair_plan(norm, None, q, k, wq, wk).run
+    return lambda q, k, wq, wk: _each(*(forward(options, x, w, None, None, False) for x, w in ((q, wq), (k, wk))))
+
+
+def _each(q: Sequence[Optional], k: Sequence[Optional]) -> tuple[Optional, Optional, Optional, Optional]:
+    """The first and last of four for each of two tensors."""
+    return q[0], k[0], q[3], k[3]
+
+
+def forward_pair(options: Options, *tensors: Optional) -> Sequence[Optional]:
+    """``yq, yk, rstd_q, rstd_k`` of q, k, wq and wk. Raises ``ValueError`` as `check_pair` does."""
+    return planned(_pair, (options,), *tensors)(*tensors)
+
+
+def _pair_backward(
+    options: Options, needs: tuple[bool, bool], dyq: Tensor, dyk: Tensor, q: Tensor, k: Tensor, wq: Optional,
+    wk: Optional,
+) -> Callable[..., Sequence[Optional]]:  # fmt: skip
+    if not (q.is_cuda and q.numel() and k.numel() and any(needs)):
+
+        def apart(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k):
+            dq, dwq, *_ = backward(options, dyq, q, wq, None, rstd_q, None, q.dtype, *needs, False)
+            dk, dwk, *_ = backward(options, dyk, k, wk, None, rstd_k, None, k.dtype, *needs, False)
+            return dq, dk, dwq, dwk
+
+        return apart
+    tensors = dyq, torch.empty_like(dyk, dtype=dyq.dtype), q, k, wq, wk
+    run = _triton().backward_pair_plan(from_options(*options), *needs, None, *tensors).run
+    return run if dyk.dtype == dyq.dtype else lambda dyq, dyk, *rest: run(dyq, dyk.to(dyq.dtype), *rest)
+
+
+def backward_pair(options: Options, *arguments: Any) -> Sequence[Optional]:
+    """``dq, dk, dwq, dwk`` first, of the operator's tensors, and whether dq and dk, and dwq and dwk, are needed."""
+    tensors, needs = arguments[:8], arguments[8:]
+    return planned(_pair_backward, (options, needs), *tensors[:6])(*tensors)
 
 
 def _like_pair(norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    yq, _, _, rstd_q = _like_forward(norm, q, None, False)
-    yk, _, _, rstd_k = _like_forward(norm, k, None, False)
-    return yq, yk, rstd_q, rstd_k
-
-
-def forward_pair(norm: Norm, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(yq, yk, rstd_q, rstd_k)`` from the backend of the device. Raises ``ValueError`` as `check_pair` does."""
-    if q.is_cuda and q.numel() and k.numel():
-        return _triton().forward_pair(norm, q, k, wq, wk)
-    check_pair(norm, q, k, wq, wk)
-    yq, _, _, rstd_q = forward(norm, q, wq, None, None, False)
-    yk, _, _, rstd_k = forward(norm, k, wk, None, None, False)
-    return yq, yk, rstd_q, rstd_k
+    return _each(_like_forward(norm, q, None, False), _like_forward(norm, k, None, False))
 
 
 def _like_backward_pair(
@@ -144,27 +171,6 @@ def _like_backward_pair(
 ) -> tuple[Optional, Optional, Optional, Optional]:
     dq, dwq, _ = _like_backward(q, wq, q.dtype, need_dx, need_dw, False)
     dk, dwk, _ = _like_backward(k, wk, k.dtype, need_dx, need_dw, False)
-    return dq, dk, dwq, dwk
-
-
-def backward_pair(
-    norm: Norm,
-    dyq: Tensor,
-    dyk: Tensor,
-    q: Tensor,
-    k: Tensor,
-    wq: Optional,
-    wk: Optional,
-    rstd_q: Tensor,
-    rstd_k: Tensor,
-    need_dx: bool,
-    need_dw: bool,
-) -> tuple[Optional, Optional, Optional, Optional]:
-    """``(dq, dk, dwq, dwk)`` from the backend of the device."""
-    if q.is_cuda and q.numel() and k.numel():
-        return _triton().backward_pair(norm, rows(dyq), rows(dyk), q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
-    dq, dwq, _ = backward(norm, dyq, q, wq, None, rstd_q, None, q.dtype, need_dx, need_dw, False)
-    dk, dwk, _ = backward(norm, dyk, k, wk, None, rstd_k, None, k.dtype, need_dx, need_dw, False)
     return dq, dk, dwq, dwk
 
 
@@ -187,7 +193,7 @@ def _check_gradients(
 @torch.library.impl("stepgraph::norm", ("cpu", "cuda"))
 @launching("norm")
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
-    return forward(Norm(kind, eps, weight_offset, out_dtype), x, weight, bias, residual, keep_h)
+    return tuple(forward((out_dtype, kind, eps, weight_offset), x, weight, bias, residual, keep_h)[:4])
 
 
 @torch.library.register_fake("stepgraph::norm")
@@ -200,10 +206,9 @@ def _norm_fake(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, k
 @torch.library.impl("stepgraph::norm_backward", ("cpu", "cuda"))
 @launching("norm_backward")
 def _norm_backward(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, *needs):
-    norm = Norm(kind, eps, weight_offset, out_dtype)
-    _check_gradients(norm, h, weight, [mean, rstd], [dy, dh])
-    mean = None if mean is None else mean.contiguous()
-    return backward(norm, dy, h, weight, mean, rstd.contiguous(), dh, dx_dtype, *needs)
+    _check_gradients(Norm(kind, eps, weight_offset, out_dtype), h, weight, [mean, rstd], [dy, dh])
+    mean, options = None if mean is None else mean.contiguous(), (out_dtype, kind, eps, weight_offset)
+    return tuple(backward(options, dy, h, weight, mean, rstd.contiguous(), dh, dx_dtype, *needs)[:3])
 
 
 @torch.library.register_fake("stepgraph::norm_backward")
@@ -215,7 +220,7 @@ def _norm_backward_fake(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, wei
 @torch.library.impl("stepgraph::norm_pair", ("cpu", "cuda"))
 @launching("norm_pair")
 def _norm_pair(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
-    return forward_pair(Norm(kind, eps, weight_offset, out_dtype), q, k, wq, wk)
+    return tuple(forward_pair((out_dtype, kind, eps, weight_offset), q, k, wq, wk))
 
 
 @torch.library.register_fake("stepgraph::norm_pair")
@@ -232,8 +237,8 @@ def _norm_pair_backward(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind,
     check_pair(norm, q, k, wq, wk)
     _check_gradients(norm, q, wq, [rstd_q], [dyq])
     _check_gradients(norm, k, wk, [rstd_k], [dyk])
-    rstd_q, rstd_k = rstd_q.contiguous(), rstd_k.contiguous()
-    return backward_pair(norm, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw)
+    tensors = dyq, dyk, q, k, wq, wk, rstd_q.contiguous(), rstd_k.contiguous()
+    return tuple(backward_pair((out_dtype, kind, eps, weight_offset), *tensors, need_dx, need_dw)[:4])
 
 
 @torch.library.register_fake("stepgraph::norm_pair_backward")

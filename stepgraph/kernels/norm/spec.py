@@ -69,13 +69,6 @@ def default_eps(dtype: torch.dtype) -> float:
     return _EPS.get(dtype, _EPS32)
 
 
-def described(
-    kind: str, x: torch.Tensor, eps: float | None, weight_offset: float, out_dtype: torch.dtype | None
-) -> Norm:
-    """The norm of ``x`` that a public function is asked for."""
-    return Norm(kind, default_eps(x.dtype) if eps is None else eps, weight_offset, out_dtype or x.dtype)
-
-
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype a norm of ``dtype`` is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,6 +1,7 @@
 """Launching past Triton's runner does what the runner does. No GPU: the C function that launches is replaced."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime import driver
 
-from stepgraph.compat import triton_compiled
-from stepgraph.kernels.norm.triton import launch
+from stepgraph.compat import empty_strided, triton_compiled
+from stepgraph.kernels import layer_norm, rms_norm
+from stepgraph.kernels.norm import operators, planned
+from stepgraph.kernels.norm.triton import launch, plans, single
+from stepgraph.kernels.norm.triton.config.limits import Hardware
 from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
 KINDS = ("*fp32", "*bf16", "constexpr", "i64", "i64", "i64")
@@ -125,7 +129,7 @@ def test_addresses_are_read_at_every_launch_and_each_alignment_has_a_kernel(monk
     memory = torch.zeros(64)
     for i, j in ((0, 8), (4, 8), (1, 8), (2, 8), (0, 9), (1, 9), (1, 9), (0, 0)):
         a, b = memory[i:], memory[j:]
-        made(STREAM, a, None, b)
+        made.start(STREAM, a, None, b)
         assert started[-1] == (STREAM, (a.data_ptr(), None, b.data_ptr()))
     assert compiled == [(), (0,), (2,), (0, 2)]
 
@@ -158,3 +162,61 @@ def test_public_runner_launches_what_is_not_known(case, monkeypatch):
         launch.runner(kernel, 5, REST)(STREAM, ADDRESSES)
     assert len(calls) == 2 and len(calls[0]) == len(calls[1])
     assert without_hooks(calls[0]) == without_hooks(calls[1]) != calls[1]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Norms of CPU tensors go through the CUDA backend, up to the C function that launches."""
+    started: list[tuple] = []
+    monkeypatch.setattr(planned, "PLANS", {})
+    monkeypatch.setattr(plans, "hardware_of", lambda x: Hardware(132, 227 * 1024))
+    monkeypatch.setattr(plans, "current_device", lambda: None)
+    monkeypatch.setattr(plans, "raw_stream", lambda index: STREAM)
+    monkeypatch.setattr(plans, "zeros", lambda device, stream, words: torch.zeros(words, dtype=torch.int64))
+    monkeypatch.setattr(plans, "_empty", empty_strided("cpu"))
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_compile_cached", lambda *what: {(n, 1, 1): None for n in range(1, 10000)})
+    monkeypatch.setattr(launch, "_direct", lambda kernel: (lambda *call: started.append(call), (), False))
+    for name, of in (("forward", single.forward_plan), ("backward", single.backward_plan)):
+        monkeypatch.setattr(operators, f"_{name}", on_cpu(of, name == "forward"))
+    return started
+
+
+def on_cpu(plan, forward):
+    def build(options, rest, *tensors):
+        how = (rest, None, None) if forward else (*rest, None)
+        return plan(operators.from_options(*options), *how, *tensors).run
+
+    return build
+
+
+def python_calls(call: Any) -> list[str]:
+    """Names of the Python functions, not of this file, that ``call`` runs."""
+    seen: list[str] = []
+
+    def record(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename != __file__:
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(record)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_the_host_does_little_in_a_call(norm, no_gpu):
+    """Python takes most of a call's time: one that was planned makes few calls."""
+    x, w = torch.randn(64, 256).requires_grad_(), torch.ones(256).requires_grad_()
+    bias = None if norm is rms_norm else w
+    y = norm(x, w, bias, eps=1e-6)
+    dy = torch.randn_like(y)
+    torch.autograd.grad(y, (x, w), dy, retain_graph=True)
+    no_gpu.clear()
+    forward = python_calls(lambda: norm(x, w, bias, eps=1e-6))
+    assert len(no_gpu) == 1 and len(forward) <= 15, "\n".join(forward)
+    grad = torch.autograd.grad
+    backward = python_calls(lambda: grad(y, (x, w), dy, retain_graph=True))
+    assert len(backward[backward.index("_Direct.backward") :]) <= 14, "\n".join(backward)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from stepgraph.kernels.norm import reference
+from stepgraph.kernels.norm import planned, reference
 from stepgraph.kernels.norm.spec import FP8, Norm, check, check_pair, default_eps
 from tests.kernels.norm.cases import EPS, close, exact, rows
 
@@ -63,10 +63,9 @@ def test_norm_is_cheap_to_hash_and_compare():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
-def test_a_plan_is_found_by_all_that_the_check_asks(dtype):
-    """The CUDA backend checks a call when it makes its plan: calls of one key must all pass, or all be refused."""
-    pytest.importorskip("triton")
-    from stepgraph.kernels.norm.triton.plans import layout
+def test_a_plan_is_found_by_all_that_the_check_asks(dtype, monkeypatch):
+    """A call is checked when its plan is made: calls of one key must all pass, or all be refused."""
+    monkeypatch.setattr(planned, "PLANS", {})
 
     def passes(*arguments):
         try:
@@ -78,15 +77,12 @@ def test_a_plan_is_found_by_all_that_the_check_asks(dtype):
     shapes = [(8,), (4, 8), (2, 4, 8), (4, 1), ()]
     xs = [rows(*s).to(dtype) for s in shapes] + [rows(4, 8).t().to(dtype), torch.zeros(4, 8, dtype=torch.int32)]
     weights = [None, rows(8), rows(4, 8), rows(1), rows(8).long(), torch.empty(8, device="meta")]
-    outcomes = {}
     for x, weight, bias, residual, out in itertools.product(
         [*xs, rows(4, 8).to(dtype)], weights, [None, rows(8)], [None, *xs], [dtype, torch.int8, FP8]
     ):
-        norm = Norm("rms", default_eps(dtype), 0.0, out)
-        key = norm, layout(x), layout(weight), layout(bias), layout(residual)
-        outcome = passes(norm, x, weight, bias, residual)
-        assert outcomes.setdefault(key, outcome) == outcome
-    assert set(outcomes.values()) == {True, False}
+        call = Norm("rms", default_eps(dtype), 0.0, out), x, weight, bias, residual
+        assert planned.planned(passes, call[:1], *call[1:]) == passes(*call)
+    assert set(planned.PLANS.values()) == {True, False}
 
 
 def test_pair_of_another_kind():

@@ -18,11 +18,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from stepgraph import compat
+from stepgraph.kernels.norm import planned
 from stepgraph.kernels.norm.spec import Norm
 from stepgraph.kernels.norm.triton import launch, plans
-from stepgraph.kernels.norm.triton import pair as triton_pair
-from stepgraph.kernels.norm.triton import single as triton_norm
 from stepgraph.kernels.norm.triton.config.limits import Hardware
+from tests.kernels.norm import backend as triton_norm
 from tests.kernels.triton_tools import exchanged_bytes, spills_allowed
 
 H200 = Hardware(132, 228 * 1024 - 4096)
@@ -52,14 +52,13 @@ def recorded_launches() -> Iterator[dict[tuple, Compilation]]:
         seen.setdefault(key, (self, kinds))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch.Launch, "__call__", record)
+        patch.setattr(launch.Launch, "first", record)
         patch.setattr(plans, "hardware_of", lambda x: H200)
         patch.setattr(plans, "_empty", lambda *form: torch.empty_strided(*form[:2], dtype=form[2], device="meta"))
-        for module in (triton_norm, triton_pair):
-            patch.setattr(module, "current_device", lambda: None)
-            patch.setattr(module, "current_stream", lambda device: 0)
-            patch.setattr(module, "zeros", lambda device, stream, n: torch.empty(n, dtype=torch.int64, device=device))
-            patch.setattr(module, "PLANS", plans.Plans())
+        patch.setattr(plans, "current_device", lambda: None)
+        patch.setattr(plans, "raw_stream", lambda index: 0)
+        patch.setattr(plans, "zeros", lambda device, stream, n: torch.empty(n, dtype=torch.int64, device=device))
+        patch.setattr(planned, "PLANS", {})
         yield seen
 
 

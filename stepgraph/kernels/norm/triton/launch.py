@@ -77,12 +77,6 @@ Runner = Callable[[int, Addresses], None]
 _KNOBS = triton.knobs.runtime
 
 
-def _hooked() -> bool:
-    """Whether a profiler has set Triton's launch hooks: a chain with hooks in it, or a function."""
-    enter, leave = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
 def _direct(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...], bool] | None:
     """The C function that launches ``kernel``, as Triton does without hooks and scratch memory.
 
@@ -107,7 +101,8 @@ def _direct(kernel: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...
 def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
     """``kernel[(grid, 1, 1)]`` for addresses and ``rest``, without what Triton's runner repeats at every call.
 
-    That saves several microseconds. Triton's runner still launches if hooks are set, and for unknown versions.
+    That saves several microseconds. Triton's runner still launches for unknown versions, and if a profiler has set
+    hooks: chains with hooks in them, or functions.
     """
     public, direct = kernel[(grid, 1, 1)], _direct(kernel)
     if direct is None:
@@ -115,11 +110,13 @@ def runner(kernel: CompiledKernel, grid: int, rest: tuple[Any, ...]) -> Runner:
     launch, known, in_one = direct
 
     def run(stream: int, addresses: Addresses) -> None:
-        arguments = addresses + rest
-        if _hooked():
-            public(*arguments, stream=stream)
+        enter, leave = _KNOBS.launch_enter_hook, _KNOBS.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            public(*addresses, *rest, stream=stream)
+        elif in_one:
+            launch(grid, 1, 1, stream, *known, addresses + rest)
         else:  # tuples are added: some forty arguments one by one take half as long again
-            launch(*((grid, 1, 1, stream) + known + ((arguments,) if in_one else arguments)))
+            launch(*((grid, 1, 1, stream) + known + addresses + rest))
 
     return run
 
@@ -162,18 +159,15 @@ class Launch:
         self.constants = constants
         self.grid = grid
         self.options = {"warps": warps, "registers": registers, "cooperative": cooperative, "dependent": dependent}
-        #: As `__call__`, in less time, and not to be replaced on the class.
-        self.start: Callable[..., None] = self._interpret if INTERPRETED else self._first
-
-    def __call__(self, stream: int | None, *tensors: torch.Tensor | None) -> None:
-        """Launch on ``stream`` (None: the interpreter)."""
-        self.start(stream, *tensors)
+        #: Launches on a stream (None: the interpreter) with tensors.
+        self.start: Callable[..., None] = self._interpret if INTERPRETED else self.first
 
     def _interpret(self, stream: None, *tensors: torch.Tensor | None) -> None:
         unaligned = tuple(i for i, t in enumerate(tensors) if t is not None and t.data_ptr() & 15)
         self.kernel[(self.grid,)](*tensors, *self.numbers, **constants_of(self.constants, unaligned))
 
-    def _first(self, stream: int, *tensors: torch.Tensor | None) -> None:
+    def first(self, stream: int, *tensors: torch.Tensor | None) -> None:
+        """Launch for the first time; compiles."""
         kinds = kinds_of(tensors, self.numbers)
         rest = (*self.numbers, *(None for _ in self.constants))
         runners: dict[tuple[int, ...], Runner] = {}
@@ -202,8 +196,3 @@ class Launch:
 
 #: The index of the CUDA device that launches go to, and the raw stream of a device's index that torch launches on.
 current_device, raw_stream = cuda_device_and_stream()
-
-
-def current_stream(device: torch.device) -> int | None:
-    """The raw stream that torch launches on; None under the interpreter."""
-    return None if INTERPRETED else raw_stream(device.index)

@@ -1,13 +1,12 @@
 """Plans: what a call of the CUDA backend needs besides its tensors, computed once for each layout of the inputs.
 
-A plan holds the launches of a call with all their numbers and constants, and the sizes of scratch memory. Its key is
-everything known without reading memory: norm, shapes, strides, dtypes, device.
+A plan holds the launches of a call with all their numbers and constants, and the sizes of scratch memory.
 """
 
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,10 @@ import torch
 from stepgraph.compat import empty_strided
 from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem, hardware, head_block, runs, vector
 from stepgraph.kernels.norm.triton.config.rules import preferences
-from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch
+from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, raw_stream
 from stepgraph.kernels.norm.triton.partials import FANIN
 from stepgraph.kernels.norm.triton.rows import rows_of
+from stepgraph.kernels.norm.triton.workspace import zeros
 
 Tensor = torch.Tensor
 Optional = Tensor | None
@@ -25,28 +25,10 @@ Optional = Tensor | None
 #: The GPU that the interpreter pretends to be: few processors, so that small shapes take every path.
 INTERPRETED_HARDWARE = Hardware(4, 227 * 1024, dependent=False)
 
-_MOST_PLANS = 8192
-
-
-class Plans(dict):
-    """Plans by key; all are dropped when there are too many."""
-
-    def make(self, key: Any, build: Callable[..., Any], *arguments: Any) -> Any:
-        """Build, remember and return the plan of ``key``."""
-        if len(self) >= _MOST_PLANS:
-            self.clear()
-        self[key] = plan = build(*arguments)
-        return plan
-
 
 def hardware_of(x: Tensor) -> Hardware:
     """Limits of the device of ``x``."""
     return INTERPRETED_HARDWARE if INTERPRETED else hardware(x.device.index)
-
-
-def layout(x: Optional) -> Any:
-    """What a plan, and `spec.check`, depend on in a tensor."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device)
 
 
 #: Size, stride and dtype of an output; None: the call has no such output.
@@ -59,21 +41,6 @@ def form(shape: Sequence[int], dtype: torch.dtype, wanted: bool = True) -> Form:
     """The form of a contiguous output."""
     strides = (*itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1),)[::-1]
     return (tuple(shape), strides if shape else (), dtype) if wanted else None
-
-
-def allocate(forms: Sequence[Form]) -> list[Optional]:
-    """Memory for outputs, on the current device."""
-    return [None if form is None else _empty(*form) for form in forms]
-
-
-def scratch(words: int) -> Tensor:
-    """Memory for ``words`` of 64 bits, with anything in them."""
-    return _empty((words,), (1,), torch.int64)
-
-
-def dense(weight: Optional) -> Optional:
-    """A weight as kernels read it."""
-    return weight if weight is None or weight.is_contiguous() else weight.contiguous()
 
 
 def heads_of(weight: Optional) -> int:
@@ -93,10 +60,6 @@ class Place(NamedTuple):
     def constants(self, name: str) -> dict[str, Any]:
         """Compile-time constants of the input that kernels call ``name``."""
         return {f"{name}_ALIGN": self.align, f"{name}_TWO": self.two_levels}
-
-    def ready(self, x: Optional) -> Optional:
-        """``x`` as the kernel may read it."""
-        return x.contiguous() if self.copy and x is not None else x
 
 
 def place_of(x: Optional, heads: int) -> Place:
@@ -119,9 +82,49 @@ def by_vectors(problem: Problem, hw: Hardware, places: Sequence[Place]) -> Probl
     return shifted if any(runs(shifted, config, hw) for config in preferences(shifted, hw)) else problem
 
 
-def copies(places: Sequence[Place], weights: Sequence[Optional]) -> bool:
-    """Whether a call has to copy any of its inputs first: `Place.ready`, `dense`."""
-    return any(place.copy for place in places) or any(not (w is None or w.is_contiguous()) for w in weights)
+class Plan:
+    """A call of the CUDA backend: a function of its inputs that returns its outputs.
+
+    ``inputs``: where the rows of each lie; or a weight, which kernels read contiguous; or None, as it is. Kernels take
+    inputs, outputs and, unless ``words`` is None, so many zeroed words of 64 bits (None for 0).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        launches: Sequence[Launch],
+        inputs: Sequence[Place | Optional],
+        outputs: Sequence[Form],
+        words: int | None = None,
+        add: Launch | None = None,
+    ):
+        self.device, self.index = device, device.index
+        self.launches, self.outputs, self.words = launches, outputs, words
+        #: Adds up the sums over rows that a backward's launch left in its last output.
+        self.add = add
+        self.copied = frozenset(
+            i
+            for i, x in enumerate(inputs)
+            if x is not None and (x.copy if isinstance(x, Place) else not x.is_contiguous())
+        )
+
+    def run(self, *tensors: Optional) -> list[Optional]:
+        """Allocate and launch, on the device of the plan and its current stream."""
+        if not INTERPRETED and self.index != current_device():
+            with torch.cuda.device(self.device):
+                return self.run(*tensors)
+        if self.copied:
+            tensors = tuple(t.contiguous() if t is not None and i in self.copied else t for i, t in enumerate(tensors))
+        outputs = [form and _empty(*form) for form in self.outputs]
+        stream = None if INTERPRETED else raw_stream(self.index)
+        words = self.words
+        last = () if words is None else (zeros(self.device, stream, words) if words else None,)
+        for launch in self.launches:
+            launch.start(stream, *tensors, *outputs, *last)
+        if self.add is not None:
+            _, dw, db, partials = outputs
+            self.add.start(stream, partials, db if dw is None else dw, db)
+        return outputs
 
 
 class Cover(NamedTuple):

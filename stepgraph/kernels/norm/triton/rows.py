@@ -50,9 +50,10 @@ def _merged(shape: torch.Size, strides: tuple[int, ...]) -> list[tuple[int, int]
 
 
 def rows_of(x: torch.Tensor, heads: int = 1) -> Rows:
-    """Rows of ``x`` (..., N), or (..., heads, N); copied only if two levels cannot describe them."""
+    """Rows of ``x`` (..., N), or (..., heads, N); copied only if two levels cannot describe them, or elements of a row
+    do not follow each other (autograd sends gradients that were expanded or transposed)."""
     levels = _merged(x.shape[:-1], x.stride()[:-1])
-    if len(levels) > 2:
+    if len(levels) > 2 or (x.stride(-1) != 1 and x.shape[-1] != 1):
         return rows_of(x.contiguous(), heads)
     if not levels:
         levels = [(1, x.shape[-1])]

@@ -1,28 +1,28 @@
-"""The CUDA backend: the contract of `spec` on the Triton kernels.
+"""The CUDA backend of one tensor: plans of the functions of `spec` on the Triton kernels.
 
-A call looks up its plan, allocates outputs, and makes one launch (two if a second one adds up the sums over rows).
-``config`` replaces the configuration that `select` would choose: for tests.
+A call allocates outputs and makes one launch (two if a second one adds up the sums over rows). ``config`` replaces the
+configuration that `select` would choose: for tests.
 """
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
 from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.norm.spec import FP8, Norm, check
+from stepgraph.kernels.norm.planned import planned
+from stepgraph.kernels.norm.spec import FP8, Norm
 from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_kernel
 from stepgraph.kernels.norm.triton.config.limits import Config, Problem
 from stepgraph.kernels.norm.triton.config.select import select
 from stepgraph.kernels.norm.triton.forward import forward_kernel, sums_kernel
-from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, current_stream
-from stepgraph.kernels.norm.triton.pair import backward_pair, forward_pair
+from stepgraph.kernels.norm.triton.launch import Launch
+from stepgraph.kernels.norm.triton.pair import backward_pair_plan, forward_pair_plan
 from stepgraph.kernels.norm.triton.partials import add_slots_kernel
-from stepgraph.kernels.norm.triton.plans import Form, Place, allocate, form, layout
-from stepgraph.kernels.norm.triton.workspace import zeros
+from stepgraph.kernels.norm.triton.plans import Plan, form
 
-__all__ = ["backward", "backward_pair", "forward", "forward_cast", "forward_pair"]
+__all__ = ["backward_pair_plan", "backward_plan", "forward_cast", "forward_pair_plan", "forward_plan"]
 
 Tensor = torch.Tensor
 Optional = Tensor | None
@@ -30,28 +30,12 @@ Optional = Tensor | None
 #: What a forward gives in addition to y: the cast of its rows with their scales, or the largest magnitudes of its rows.
 WithFp8 = Literal["cast", "amax"]
 
-PLANS = plans.Plans()
 
-
-class ForwardPlan(NamedTuple):
-    """The plan of `forward` for one layout of its inputs."""
-
-    launches: tuple[Launch, ...]
-    x: Place
-    residual: Place
-    words: int
-    ahead: bool
-    """Whether a launch of its own writes the words: any memory serves for them."""
-    outputs: tuple[Form, ...]
-    copies: bool
-    """Whether kernels read a copy of some input."""
-
-
-def _forward_plan(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, config: Config | None,
-    with_fp8: WithFp8 | None,
-) -> ForwardPlan:  # fmt: skip
-    check(norm, x, weight, bias, residual)
+def forward_plan(
+    norm: Norm, keep_h: bool, config: Config | None, with_fp8: WithFp8 | None,
+    x: Tensor, residual: Optional, weight: Optional, bias: Optional,
+) -> Plan:  # fmt: skip
+    """(x, residual, weight, bias) -> [y, h, mean, rstd, scale, values]; the last two are None unless ``with_fp8``."""
     heads = plans.heads_of(weight)
     loads, stores = (x.element_size(),), (norm.out_dtype.itemsize,)
     if residual is not None:
@@ -97,43 +81,19 @@ def _forward_plan(
         rounds = 2 if scaled else 1
         found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
     shape, rows = x.shape, x.shape[:-1]
-    outputs = (
+    outputs = [
         form(shape, norm.out_dtype),
         None if residual is None else form(shape, residual.dtype, keep_h),
         form(rows, torch.float32, norm.kind == "layer"),
         form(rows, torch.float32),
         form(rows, torch.float32, scaled),
         form(shape, FP8, with_fp8 == "cast"),
-    )
+    ]
+    inputs = (x_place, r_place, weight, bias)
     words = words + (cover.groups + 1) // 2 if words else 0
-    copies = plans.copies((x_place, r_place), (weight, bias))
-    return ForwardPlan(found, x_place, r_place, words, ahead, outputs, copies)
-
-
-def forward_plan(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool,
-    config: Config | None = None, with_fp8: WithFp8 | None = None,
-) -> ForwardPlan:  # fmt: skip
-    """The plan of such a call, made at the first one. Raises ``ValueError`` as `check` does."""
-    key = (norm, layout(x), layout(weight), layout(bias), layout(residual), keep_h, config, with_fp8)
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS.make(key, _forward_plan, norm, x, weight, bias, residual, keep_h, config, with_fp8)
-    return plan
-
-
-def forward(
-    norm: Norm,
-    x: Tensor,
-    weight: Optional,
-    bias: Optional,
-    residual: Optional,
-    keep_h: bool,
-    *,
-    config: Config | None = None,
-) -> tuple[Tensor, Optional, Optional, Tensor]:
-    """``(y, h, mean, rstd)`` as the contract in `spec` says. Raises ``ValueError`` as `check` does."""
-    return _forward(norm, x, weight, bias, residual, keep_h, config, None)[:4]
+    if ahead:  # a launch of its own writes the words: any memory serves for them
+        return Plan(x.device, found, inputs, [*outputs, form((words,), torch.int64)])
+    return Plan(x.device, found, inputs, outputs, words)
 
 
 def forward_cast(
@@ -142,49 +102,16 @@ def forward_cast(
 ) -> tuple[Tensor, Optional, Optional, Tensor, Optional, Tensor]:  # fmt: skip
     """``(y, h, mean, rstd, values, scale)`` as `stepgraph.kernels.norm.cast` says. Rows longer than a program of the
     cast holds take the kernels of each by itself: registers are too few for both."""
-    if x.shape[-1] > cast_triton.LONGEST:
-        y, h, mean, rstd = forward(norm, x, weight, bias, residual, keep_h, config=config)
-        if not cast:
-            return y, h, mean, rstd, None, y.abs().amax(-1).float()
-        values, scale, _, _ = cast_triton.launch_rows(y.view(-1, y.shape[-1]), FP8, True, False)
-        return y, h, mean, rstd, values.view(y.shape), scale.view(y.shape[:-1])
-    *results, scale, values = _forward(norm, x, weight, bias, residual, keep_h, config, "cast" if cast else "amax")
-    return *results, values, scale
-
-
-def _forward(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool,
-    config: Config | None, with_fp8: WithFp8 | None,
-) -> tuple[Tensor, Optional, Optional, Tensor, Optional, Optional]:  # fmt: skip
-    device = x.device
-    if not INTERPRETED and device.index != current_device():
-        with torch.cuda.device(device):
-            return _forward(norm, x, weight, bias, residual, keep_h, config, with_fp8)
-    plan = forward_plan(norm, x, weight, bias, residual, keep_h, config, with_fp8)
-    y, h, mean, rstd, scale, values = allocate(plan.outputs)
-    stream = current_stream(device)
-    words = None
-    if plan.words:
-        words = plans.scratch(plan.words) if plan.ahead else zeros(device, stream, plan.words)
-    if plan.copies:
-        x, residual = plan.x.ready(x), plan.residual.ready(residual)
-        weight, bias = plans.dense(weight), plans.dense(bias)
-    for launch in plan.launches:
-        launch(stream, x, residual, weight, bias, y, h, mean, rstd, scale, values, words)
-    return y, h, mean, rstd, scale, values
-
-
-class BackwardPlan(NamedTuple):
-    """The plan of `backward` for one layout of its inputs."""
-
-    launches: tuple[Launch, ...]
-    dy: Place
-    h: Place
-    dh: Place
-    words: int
-    add: Launch | None
-    outputs: tuple[Form, ...]
-    copies: bool
+    apart = x.shape[-1] > cast_triton.LONGEST
+    options = norm, keep_h, config, None if apart else "cast" if cast else "amax"
+    inputs = x, residual, weight, bias
+    y, h, mean, rstd, scale, values, *_ = planned(forward_plan, options, *inputs).run(*inputs)
+    if not apart:
+        return y, h, mean, rstd, values, scale
+    if not cast:
+        return y, h, mean, rstd, None, y.abs().amax(-1).float()
+    values, scale, _, _ = cast_triton.launch_rows(y.view(-1, y.shape[-1]), FP8, True, False)
+    return y, h, mean, rstd, values.view(y.shape), scale.view(y.shape[:-1])
 
 
 def _add_launch(problem: Problem, slots: int) -> Launch:
@@ -197,10 +124,11 @@ def _add_launch(problem: Problem, slots: int) -> Launch:
     return Launch(add_slots_kernel, numbers, constants, -(-pitch * problem.sums // width), warps=warps)
 
 
-def _backward_plan(
-    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, dh: Optional, dx_dtype: torch.dtype, need_dx: bool,
-    need_dw: bool, need_db: bool, config: Config | None,
-) -> BackwardPlan:  # fmt: skip
+def backward_plan(
+    norm: Norm, dx_dtype: torch.dtype, need_dx: bool, need_dw: bool, need_db: bool, config: Config | None,
+    dy: Tensor, h: Tensor, weight: Optional, dh: Optional,
+) -> Plan:  # fmt: skip
+    """(dy, h, weight, mean, rstd, dh) -> [dx, dw, db, partial sums over rows]."""
     heads = plans.heads_of(weight)
     loads = (dy.element_size(), h.element_size())
     if dh is not None and need_dx:
@@ -242,66 +170,16 @@ def _backward_plan(
     }
     cooperative = shares > 0 or finish == "grid"
     partials = plans.partials_of(problem, finish, cover)
-    return BackwardPlan(
+    return Plan(
+        h.device,
         plans.launches(backward_kernel, numbers, constants, cover.grid, config, cooperative),
-        *places,
-        counters_at + (counters + 1) // 2 if shares or counters else 0,
-        _add_launch(problem, cover.slots) if finish == "launch" else None,
-        (
+        (places[0], places[1], weight, None, None, places[2]),
+        [
             form(h.shape, dx_dtype, need_dx),
             None if weight is None else form(weight.shape, weight.dtype, need_dw),
             None if weight is None else form(weight.shape, weight.dtype, need_db),
             form((partials,), torch.float32, partials > 0),
-        ),
-        plans.copies(places, (weight,)),
+        ],
+        counters_at + (counters + 1) // 2 if shares or counters else 0,
+        _add_launch(problem, cover.slots) if finish == "launch" else None,
     )
-
-
-def backward_plan(
-    norm: Norm, dy: Tensor, h: Tensor, weight: Optional, dh: Optional, dx_dtype: torch.dtype, need_dx: bool,
-    need_dw: bool, need_db: bool, config: Config | None = None,
-) -> BackwardPlan:  # fmt: skip
-    """The plan of such a call, made at the first one."""
-    needs = (need_dx, need_dw, need_db)
-    key = (norm, layout(dy), layout(h), layout(weight), layout(dh), dx_dtype, needs, config)
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS.make(key, _backward_plan, norm, dy, h, weight, dh, dx_dtype, *needs, config)
-    return plan
-
-
-def backward(
-    norm: Norm,
-    dy: Tensor,
-    h: Tensor,
-    weight: Optional,
-    mean: Optional,
-    rstd: Tensor,
-    dh: Optional,
-    dx_dtype: torch.dtype,
-    need_dx: bool,
-    need_dw: bool,
-    need_db: bool,
-    *,
-    config: Config | None = None,
-) -> tuple[Optional, Optional, Optional]:
-    """``(dx, dw, db)`` as the contract in `spec` says."""
-    needs = (need_dx, need_dw, need_db)
-    if not any(needs):
-        return None, None, None
-    device = h.device
-    if not INTERPRETED and device.index != current_device():
-        with torch.cuda.device(device):
-            return backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, *needs, config=config)
-    plan = backward_plan(norm, dy, h, weight, dh, dx_dtype, *needs, config)
-    dx, dw, db, partials = allocate(plan.outputs)
-    stream = current_stream(device)
-    words = zeros(device, stream, plan.words) if plan.words else None
-    if plan.copies:
-        dy, h, dh = plan.dy.ready(dy), plan.h.ready(h), plan.dh.ready(dh)
-        weight = plans.dense(weight)
-    for launch in plan.launches:
-        launch(stream, dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words)
-    if plan.add is not None:
-        plan.add(stream, partials, dw if need_dw else db, db)
-    return dx, dw, db

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm.spec import FP8, Norm
 from stepgraph.kernels.norm.triton import partials, plans
-from stepgraph.kernels.norm.triton import single as triton_norm
 from stepgraph.kernels.norm.triton.config.limits import Config
 from stepgraph.kernels.norm.triton.launch import INTERPRETED
 from stepgraph.kernels.norm.triton.rows import rows_of
+from tests.kernels.norm import backend as triton_norm
 from tests.kernels.norm.interpreter.inputs import DTYPES, EPS, LAYOUTS, close, configs, norm, tensor
 
 assert INTERPRETED
@@ -114,7 +114,8 @@ def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
     y, _, mean, rstd = triton_norm.forward(spec, x, weight, bias, None, False, config=ahead)
     twice = triton_norm.forward(spec, x, weight, bias, None, False, config=replace(ahead, exchange="launch"))
     assert torch.equal(twice[0], y) and torch.equal(twice[3], rstd)
-    (shift,) = {launch.constants["SHIFT"] for launch in list(triton_norm.PLANS.values())[-1].launches}
+    plan = triton_norm.forward_plan(spec, x, weight, bias, None, False, replace(ahead, exchange="launch"))
+    (shift,) = {launch.constants["SHIFT"] for launch in plan.launches}
     assert shift == 16 // dtype.itemsize
     back = Config(1, 32, 1, 2, 4, split, finish="launch")
     dx, dw, db = triton_norm.backward(spec, dy, x, weight, mean, rstd, dh, dtype, True, True, True, config=back)
@@ -157,7 +158,6 @@ def test_sums_over_any_number_of_programs(programs, finish, monkeypatch):
     """Every depth of a tree of groups of four, full groups and lone members."""
     monkeypatch.setattr(partials, "FANIN", tl.constexpr(4))
     monkeypatch.setattr(plans, "INTERPRETED_HARDWARE", plans.INTERPRETED_HARDWARE._replace(processors=1))
-    monkeypatch.setattr(triton_norm, "PLANS", plans.Plans())
     x, dy = (tensor((programs * 2 - 1, 20), torch.float32, "contiguous", seed) for seed in (0, 1))
     weight = torch.ones(20)
     rstd = torch.ones(len(x))

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels.norm.spec import Norm
-from stepgraph.kernels.norm.triton import single as triton_norm
+from tests.kernels.norm import backend as triton_norm
 from tests.kernels.norm.interpreter.inputs import DTYPES, EPS, close, configs, norm, tensor
 
 
