@@ -86,7 +86,7 @@ class Plan:
     """A call of the CUDA backend: a function of its inputs that returns its outputs.
 
     ``inputs``: where the rows of each lie; or a weight, which kernels read contiguous; or None, as it is. Kernels take
-    inputs, outputs and, unless ``words`` is None, so many zeroed words of 64 bits (None for 0).
+    inputs, outputs and, unless ``words`` is None, a tensor of as many zeroed words of 64 bits (None for 0).
     """
 
     def __init__(
