@@ -66,10 +66,10 @@ def test_what_backward_reads_is_not_computed_again(tools):
 # Fused RMS norms, which only CUDA traces
 
 
-def fused_rms(device, n=64, residual=True, dtype=BF16):
+def fused_rms(device, n=64, residual=True, dtype=BF16, m=512):
     """Forward and backward of ``branch + residual -> _fused_rms_norm`` as CUDA's trace has them, by hand."""
     graph, mode = torch.fx.Graph(), FakeTensorMode()
-    shapes = {"x": (512, n), "residual": (512, n), "w": (n,), "dy": (512, n), "dh": (512, n)}
+    shapes = {"x": (m, n), "residual": (m, n), "w": (n,), "dy": (m, n), "dh": (m, n)}
 
     def call(target, *args, phase):
         node = graph.call_function(target, args)
@@ -136,6 +136,15 @@ def test_auto_on_a_gpu():
         assert regions == ({"norm.0.forward", "norm.0.backward"} if word == "Inductor" else set())
         eager = [node for node in step.nodes() if node.meta.get(KEEP_EAGER)]
         assert bool(eager) == (choice == "eager")
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_auto_takes_our_kernels_at_squares_that_inductor_does_not_join(residual):
+    """Rows of 16384: Inductor's backward is 0.61 of ours there (`benchmarks/h200_compiled_squares.json`)."""
+    step = fused_rms("cuda", n=16384, residual=residual, m=16384)
+    (report,) = run_passes(step, [get("fuse_norm")])
+    assert report.summary.startswith("1 norm: 1 by our kernels")
+    assert step.graph.find_nodes(op="call_function", target=ours.norm_backward.default)
 
 
 def test_regions_take_the_pointwise_neighbours():
