@@ -17,6 +17,7 @@ from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured
 from stepgraph.passes.contract import get
 from tests.distributed.ranks import TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
+from tests.distributed.test_muon import optimizers
 
 BEFORE = [
     *("fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "inplace_update", "reshard_after_forward"),
@@ -159,8 +160,19 @@ def _two_machines():
     assert any("all_gather_into_tensor: its ranks do not share a machine" in note for note in report(step).notes)
 
 
+def _beside_muon():
+    mesh = make_mesh("fsdp=4")
+    model = parallel_model(mesh, dataclasses.replace(TINY, n_layers=1), param_dtype=torch.bfloat16)
+    own = optimizers(model, ns_steps=1)
+    step = stepgraph.capture(
+        model, next_token_loss(mesh), own_batch(mesh, 0), own, max_grad_norm=0.5, passes=[*BEFORE, "copy_engines"]
+    )
+    assert report(step).changed == 0 < report(step).matched
+    assert any("the step has all_to_all_single by NCCL" in note for note in report(step).notes)
+
+
 def _replaced_and_left():
-    for check in (_replaced, _behind_pipelines, _two_machines):
+    for check in (_replaced, _behind_pipelines, _two_machines, _beside_muon):
         check()
 
 
