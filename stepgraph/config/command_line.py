@@ -350,3 +350,12 @@ def require_chart(path: Path | None) -> None:
     require_folder(path, "plot")
     if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"plot={path}: a chart is a .png, .pdf or .svg file; give it such a name")
+
+
+def make_folder(path: Path | None, option: str) -> None:
+    """Make the folder that ``option`` names. Raises ValueError where that cannot be."""
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option}={path} cannot be a folder: {error.strerror}; give another") from None

@@ -21,7 +21,7 @@ from stepgraph.bench.model.table import model_section, summary
 from stepgraph.bench.progress import note
 from stepgraph.bench.results import check_losses, write
 from stepgraph.bench.rows import Row
-from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.command_line import make_folder, parse, require_folder
 from stepgraph.config.commands import ModelBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
@@ -92,9 +92,8 @@ def _check(options: ModelBench) -> None:
     for name in ("steps", "rounds", "limit_s", "total_s", "together", "models_together"):
         if getattr(options, name) is not None and getattr(options, name) <= 0:
             raise ValueError(f"{name}={getattr(options, name)} must be above 0")
-    if options.profile is not None and not options.profile.is_dir():
-        raise ValueError(f"profile={options.profile} is no folder; make it first")
     require_folder(options.json)
+    make_folder(options.profile, "profile")
 
 
 def measure(names: list[str], options: ModelBench, providers: list[str], device: torch.device) -> Iterator[list[Row]]:

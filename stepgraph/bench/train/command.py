@@ -22,7 +22,7 @@ from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
 from stepgraph.bench.train.results import TrainRow, check_losses
 from stepgraph.bench.train.table import train_section
 from stepgraph.bench.train.titan.job import rounded_weights
-from stepgraph.config.command_line import parse, require_folder
+from stepgraph.config.command_line import make_folder, parse, require_folder
 from stepgraph.config.commands import BENCH, TrainBench
 from stepgraph.config.device import pick_device
 from stepgraph.config.environment import environment
@@ -92,14 +92,13 @@ def parse_train(argv: list[str]) -> tuple[TrainConfig, TrainBench]:
     if options.timeout <= 0:
         raise ValueError(f"timeout={options.timeout} must be above 0")
     require_folder(options.json)
-    if options.traces is not None and not options.traces.is_dir():
-        raise ValueError(f"traces={options.traces} is no folder; make it first")
     if config.precision == "bf16-autocast":
         raise ValueError("precision=bf16-autocast is not of this benchmark: give fp32 or bf16")
     config = run_of(config, words, steps=options.steps, schedule="constant", warmup_steps=0, saved_steps="off")
     refuse_unused(config, words)
     if options.balanced_routing and not hasattr(config.model, "moe"):
         raise ValueError(f"balanced_routing is about experts and {name} has none: drop --balanced-routing")
+    make_folder(options.traces, "traces")
     return config, options
 
 

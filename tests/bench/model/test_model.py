@@ -296,7 +296,7 @@ def test_the_limit_is_that_of_the_steps_products():
         (["vit-l", "--total-s", "0"], "total_s=0.0 must be above 0"),
         (["vit-l", "--models-together", "0"], "models_together=0 must be above 0"),
         (["vit-l", "--together", "-1"], "together=-1 must be above 0"),
-        (["vit-l", "--profile", "no/such"], "profile=no/such is no folder; make it first"),
+        (["vit-l", "--profile", "pyproject.toml/x"], "profile=pyproject.toml/x cannot be a folder: Not a directory"),
     ],
 )
 def test_wrong_use_is_one_line(words, message):

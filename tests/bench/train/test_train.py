@@ -234,7 +234,7 @@ def test_presets_bring_their_own_sizes():
         ("train --timeout 0", "timeout=0.0 must be above 0"),
         ("train --precision bf16-autocast", "precision=bf16-autocast is not of this benchmark"),
         ("train --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),
-        ("train --traces no/such", "traces=no/such is no folder; make it first"),
+        ("train --traces pyproject.toml", "traces=pyproject.toml cannot be a folder: File exists"),
         ("train --mesh pp=2", "accumulate=1 is too small for the schedule 1f1b on pp=2"),
         ("train --pipeline zbv", "pipeline=zbv is about stages and there are none"),
         ("train --expert-capacity 4", "expert_capacity=4.0 changes nothing: add ep=2 to --mesh"),
