@@ -7,7 +7,8 @@ An NCCL kernel keeps processors for as long as it runs, and a concurrent matrix 
 Casts and copies into a bucket go with what begins; gradients that are only widened for the sum travel as they are.
 Tier numerics: sums are taken in the order of ranks; with two ranks every bit stays. Preconditions: the ranks of a group
 share a machine (on GPUs, symmetric memory over NVLink), collectives of one group are waited for in the order in which
-they begin, and the step has no all_to_all_single (Muon's exchanges, those of experts by NCCL). Best after `overlap`, which says when they do.
+they begin, and the step has no all_to_all_single (Muon's exchanges, those of experts by NCCL). Best after `overlap`,
+which says when they do.
 """
 
 import operator
