@@ -28,6 +28,7 @@ import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.bitsandbytes
+import stepgraph.passes.matmul.contract
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.matmul.lora
@@ -74,6 +75,7 @@ ORDER = (
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
     "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
+    "contract_products",  # numerics: sums of broadcast products as matrix products
     "fuse_attention",  # numerics: attention written out as products by fused kernels
     "attention_windows",  # numerics: sliding windows by kernels that skip what the mask hides
     "attention",  # numerics: each attention by the fastest backend
