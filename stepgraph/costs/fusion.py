@@ -34,10 +34,6 @@ def _runs_nothing(node: fx.Node) -> bool:
     return node.target is operator.getitem or is_view(node) or stage_of(node) == "wait" or is_host_copy(node)
 
 
-def _is_fusible(node: fx.Node) -> bool:
-    return not is_mutating(node) and (is_pointwise(node) or packet(node) in _FUSIBLE)
-
-
 class Fusion:
     """Groups of nodes that share a kernel.
 
@@ -91,7 +87,7 @@ def _levels(graph: fx.Graph, aliases: Aliases) -> tuple[dict[fx.Node, int], set[
     for node in graph.nodes:
         sources = [aliases.root(source) for source in node.all_input_nodes]
         level[node] = max((level[s] + (s.op == "call_function" and s not in fusible) for s in sources), default=0)
-        if not is_free(node) and _is_fusible(node):
+        if not is_free(node) and (not is_mutating(node) and (is_pointwise(node) or packet(node) in _FUSIBLE)):
             fusible.add(node)
         elif not is_free(node) or node.op == "output":
             stored.update(sources)

@@ -225,8 +225,4 @@ def plain(value: Input | Output) -> list[Any]:
 def typed(found: list[Any]) -> Any:
     """What `plain` was given."""
     name, *own = found
-    return _CLASSES[name](*(_field(x) if isinstance(x, list) else x for x in own))
-
-
-def _field(found: list[Any]) -> Any:
-    return typed(found) if found[0] in _CLASSES else tuple(found)
+    return _CLASSES[name](*((typed(x) if x[0] in _CLASSES else tuple(x)) if isinstance(x, list) else x for x in own))

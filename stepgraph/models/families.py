@@ -7,11 +7,11 @@ from typing import Any
 from stepgraph.errors import unknown_name
 from stepgraph.models.deepseek_v3.family import DEEPSEEK_V3
 from stepgraph.models.family import Family
-from stepgraph.models.golf.family import GOLF
+from stepgraph.models.golf.golf import GOLF
 from stepgraph.models.hf_files import CONFIG, read_json
 from stepgraph.models.llama3.family import LLAMA3
 from stepgraph.models.qwen3_moe.family import QWEN3_MOE
-from stepgraph.models.transformers.family import TRANSFORMERS
+from stepgraph.models.transformers.transformers import TRANSFORMERS
 
 FAMILIES: list[Family] = [LLAMA3, GOLF, DEEPSEEK_V3, QWEN3_MOE, TRANSFORMERS]
 

@@ -8,7 +8,7 @@ larger parts is left out and repeated with them (see `stepgraph.capture.guard`):
 are in the order of ranks, then of tokens: the order of one rank that has the whole batch.
 
 A layer of experts is a module with the submodule ``experts``, whose parameters have one row for each of ``n_experts``
-in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.exchange`), which is replaced; or the experts
+in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.layer`), which is replaced; or the experts
 of a model of transformers (see `stepgraph.parallel.routed_experts`).
 """
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.models import DeepSeekV3, Golf, GolfConfig, Llama3
-from stepgraph.models.deepseek_v3.plan import tp_plan
+from stepgraph.models.deepseek_v3.family import tp_plan
 from stepgraph.models.golf.golf import TP_PLAN as GOLF_PLAN
 from stepgraph.models.init import CHUNK, Part, _draw, init_parameters
 from stepgraph.models.llama3.llama3 import TP_PLAN

@@ -7,7 +7,7 @@ from torch import nn
 import stepgraph
 from stepgraph.costs.hardware import GPUS
 from stepgraph.graph.calls import Call, Kind
-from stepgraph.inductor.sources import kernels_of
+from stepgraph.inductor.compiled import kernels_of
 from stepgraph.inspect.account.graph import graph_account
 from stepgraph.passes import get
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph import models
 from stepgraph.models import Llama3, Llama3Config, RopeScaling, num_params
-from stepgraph.models.llama3.hf import hf_name
+from stepgraph.models.llama3.family import hf_name
 from stepgraph.models.llama3.llama3 import causal_block_mask
 from stepgraph.models.rope import rope_frequencies, rope_tables
 

@@ -13,6 +13,7 @@ Source: Dao, "FlashAttention-2", 2023; torch's ``torch.nn.attention.varlen``, wh
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -202,19 +203,8 @@ def document_attention_backward(
 
 
 @document_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    longest: int,
-    causal: bool,
-    left: int,
-    scale: float | None,
-    key_offsets: Tensor | None = None,
-    key_longest: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, offsets, key_offsets)
+def _(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(query, key, value, offsets, *rest[4:5])
     T, H = query.shape[:2]
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
 
@@ -246,7 +236,7 @@ def _factor(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, key_offsets: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, key_offsets: Tensor | None = None) -> None:
     q, k, v = query.shape, key.shape, value.shape
     fits = q[0] == k[0] or key_offsets is not None
     if not len(q) == len(k) == len(v) == 3 or k != v or not fits or q[2] != k[2] or q[1] % k[1]:

@@ -17,6 +17,7 @@ from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.context import Context, own_mask, own_part
 from stepgraph.models.documents import attend_within, check_positions
+from stepgraph.models.family import Family
 from stepgraph.models.init import Part, init_parameters
 
 #: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
@@ -182,3 +183,6 @@ class Golf(nn.Module):
 def golf() -> GolfConfig:
     """The settings of the pytorch issue: 35.9M parameters."""
     return GolfConfig()
+
+
+GOLF = Family("golf", GolfConfig, Golf, lambda config: TP_PLAN, TP_SIZES)  # no positions: any length of sequence

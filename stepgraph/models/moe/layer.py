@@ -1,14 +1,76 @@
 """The mixture-of-experts layer."""
 
+from typing import Any, Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.kernels.moe import combine_rows, gather_rows, grouped_mm, sort_by_expert
 from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.exchange import Exchange, LocalExchange
-from stepgraph.models.moe.experts import Experts
 from stepgraph.models.moe.router import Router
 from stepgraph.models.swiglu import SwiGLU
 from stepgraph.regions import region
+
+
+class GroupedLinear(nn.Module):
+    """One linear map for each expert, without bias: ``weight`` is (E, out, in).
+
+    ``forward(rows, offsets)``: rows (R, in) sorted by expert, ``offsets`` (E,) int32 the ends of the experts' rows.
+    """
+
+    def __init__(self, n_experts: int, n_in: int, n_out: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # (R, in) -> (R, out)
+        weight = self.weight
+        device = rows.device.type
+        if torch.is_autocast_enabled(device):  # as in nn.Linear
+            dtype = torch.get_autocast_dtype(device)
+            rows, weight = rows.to(dtype), weight.to(dtype)
+        return grouped_mm(rows, weight.mT, offsets)
+
+
+class Experts(nn.Module):
+    """A SwiGLU for each expert, ``down(silu(gate(x)) * up(x))``; the products by gate and up are one."""
+
+    def __init__(self, n_experts: int, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate_up_proj = GroupedLinear(n_experts, dim, 2 * ffn_dim)
+        self.down_proj = GroupedLinear(n_experts, ffn_dim, dim)
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # (R, D) -> (R, D)
+        gate, up = self.gate_up_proj(rows, offsets).chunk(2, dim=-1)  # (R, F) each
+        return self.down_proj(F.silu(gate) * up, offsets)
+
+
+class Exchange(Protocol):
+    """Brings tokens to experts, sorted, and their results back."""
+
+    def dispatch(self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """``x`` (N, D), ``chosen`` (N, K) int64 -> rows (R, D) sorted by the experts that are here, the ends of each
+        one's rows (E_local,) int32, and what `combine` needs."""
+
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor, state: Any) -> torch.Tensor:
+        """The experts' rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
+
+
+class LocalExchange:
+    """All experts are on this rank: the exchange is a permutation."""
+
+    def dispatch(
+        self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        order, places, counts = sort_by_expert(chosen, n_experts)
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        return gather_rows(x, order, places), offsets, (order, places)
+
+    def combine(
+        self, rows: torch.Tensor, weights: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        order, places = state
+        return combine_rows(rows, places, weights, order)
 
 
 class MoE(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.models.family import Piece
+from stepgraph.models.family import Family, HuggingFace, Piece
 from stepgraph.models.flops import num_params
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.transformers.pieces import cast, pieces_of, without_weights
@@ -341,3 +341,8 @@ def takes_positions(folder: str) -> bool:
 
     kind = AutoModelForCausalLM._model_mapping[type(_config(folder))]
     return "position_ids" in inspect.signature(kind.forward).parameters
+
+
+_FORMAT = HuggingFace("transformers", lambda name: name, read_config, lambda config, dtype: {}, ())
+_SHAPE = {"longest": lambda config: config.longest, "hugging_face": _FORMAT}
+TRANSFORMERS = Family("transformers", CausalLMConfig, CausalLM, lambda config: {}, (), **_SHAPE)

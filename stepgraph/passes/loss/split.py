@@ -91,7 +91,7 @@ def match(amax: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
     root = aliases.root(logits)
     if aliases.writes.get(root):
         return "its logits are written to"
-    known = {amax, _shifted(total), below, *picked}
+    known = {amax, total.args[0].args[0], below, *picked}
     known |= {node for node in wide if node is not logits and known.issuperset(node.users)}
     used = {u for node in aliases.position if aliases.root(node) is root for u in node.users if not is_view(u)}
     private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used <= known
@@ -112,10 +112,6 @@ def _sums(shifted: fx.Node, highest: fx.Node) -> Iterator[fx.Node]:
         total = _then(exp, aten.sum.dim_IntList)
         if total is not None and total.args[1:] in (([1],), ([-1],)) and not total.kwargs:
             yield total
-
-
-def _shifted(total: fx.Node) -> fx.Node:
-    return total.args[0].args[0]
 
 
 def _gradients(shifted: fx.Node, logits: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, fx.Node, fx.Node]]:

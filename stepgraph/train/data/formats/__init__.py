@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from stepgraph.errors import require_file
-from stepgraph.train.data.formats.files import JsonLines, Parquet, TextFile
+from stepgraph.train.data.formats.files import JsonLines, Parquet, TextFile, unpacked
 from stepgraph.train.data.formats.hub import HuggingFace
-from stepgraph.train.data.formats.packed import unpacked
 from stepgraph.train.data.formats.streamed import Streamed
 from stepgraph.train.data.sources import Corpus, Sections, Source, Stdlib
 

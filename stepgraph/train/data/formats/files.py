@@ -5,11 +5,16 @@ Whatever is wrong with a file raises a one-line ValueError that names the file, 
 
 import array
 import codecs
+import gzip
+import hashlib
 import importlib
 import itertools
 import json
 import mmap
+import os
 import re
+import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import numpy as np
 from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, no_field, optional
 from stepgraph.train.data.sources import Source, describe_sections
 from stepgraph.train.data.split import cut_sections
+from stepgraph.train.data.token_cache import default_folder
 
 TEXT_SEPARATOR = b"<|endoftext|>"
 #: Bytes that text seldom has, and UTF-16 without a mark in half of its places: the upper halves of small characters.
@@ -197,3 +203,36 @@ def _text_spans(text: mmap.mmap) -> list[tuple[int, int]]:
                 end -= 1
             spans.append((first.start(), end))
     return spans
+
+
+def unpacked(path: Path) -> Path:
+    """A copy of ``path`` without its ``.gz``, kept next to the token caches and made again when ``path`` is written to.
+
+    Raises:
+        ValueError: one line; it is no such file, or there is no room for the copy.
+    """
+    facts = path.stat()
+    key = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    folder = default_folder().with_name("unpacked") / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+    target = folder / path.stem
+    if not target.exists():
+        _unpack(path, target)
+    if not target.stat().st_size:
+        raise ValueError(f"{path} is empty: give a file with text")
+    return target
+
+
+def _unpack(path: Path, target: Path) -> None:
+    folder = target.parent
+    aside = folder / f".{path.stem}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path) as source, aside.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+        aside.replace(target)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is not a readable gzip file ({error}): copy or download it again") from error
+    except OSError as error:
+        raise ValueError(f"cannot unpack {path} into {folder}: {error.strerror}; make room there") from error
+    finally:
+        aside.unlink(missing_ok=True)
