@@ -126,15 +126,16 @@ class FlexNodes:
         seen: Band | Pairs,
         scale: float | None,
         cap: float = 0.0,
+        of_log: fx.Node | None = None,
     ) -> list[fx.Node]:
-        """The gradients of ``inputs``, from ``grad`` of the result and what `forward` gave."""
+        """The gradients of ``inputs``, from ``grad`` of the result, what `forward` gave, and ``of_log``: the gradient
+        of the logarithms that it gave."""
         graphs = self._graph(_score, cap), self._graph(_score_gradient, cap)
-        unread = build(
-            aten.zeros_like.default, saved[1]
-        )  # the logarithms' gradient, which older torchs cannot do without
+        if of_log is None:  # which older torchs cannot do without
+            of_log = build(aten.zeros_like.default, saved[1])
         made = build(
             higher_order.flex_attention_backward,
-            *inputs, *saved, grad, unread, *graphs, *self._rest(inputs, seen, scale),
+            *inputs, *saved, grad, of_log, *graphs, *self._rest(inputs, seen, scale),
         )  # fmt: skip
         self._count(made, inputs, seen)
         return [build(operator.getitem, made, i) for i in range(3)]

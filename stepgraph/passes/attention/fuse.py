@@ -2,13 +2,15 @@
 
 Matches, by what it computes and whatever it is called: ``softmax(scale * q k' + biases) v`` and its backward. Between
 the product and the softmax there may be casts, multiplications by numbers, sums with masks or other biases (ALiBi,
-relative positions), ``where`` and ``masked_fill`` with a number that hides keys, and a soft cap ``c tanh(s / c)``.
+relative positions), ``where`` and ``masked_fill`` with a number that hides keys, and a soft cap ``c tanh(s / c)``;
+before the softmax a column for a sink, as of GPT-OSS, which is dropped after it.
 Before -> after:
 
     no bias, or one without a gradient    cuDNN's or the memory-efficient ``_scaled_dot_product_*_attention``, as torch
                                           would choose; later passes know those: a causal mask becomes ``is_causal``
     a bias with a gradient                the memory-efficient one, which returns that gradient
     a soft cap                            FlexAttention with the cap in its score function
+    a sink                                FlexAttention, its result times the share of weights that the sink leaves
 
 Every score is otherwise written and read several times, in fp32 where the model asks for it.
 Tier numerics: scores are not rounded to bf16 on the way, and sums have another order. Preconditions: a GPU; queries,
@@ -225,15 +227,43 @@ def _exchanges(node: fx.Node) -> bool:
     return packet(node) is aten.permute and [d % rank for d in node.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
 
 
-def _readers(node: fx.Node, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-    """(reader, what it reads, whether that is transposed) of weights behind casts and views."""
+def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+    """(reader, what it reads, whether that is transposed) of weights behind casts and views, and with a ``sink`` behind
+    the slice that leaves its column out."""
     for user in node.users:
         if _exchanges(user) and not turned:
-            yield from _readers(user, True)
-        elif not turned and (is_cast(user) or (packet(user) in _VIEWS and _keeps_scores(user))):
-            yield from _readers(user)
+            yield from _readers(user, sink, True)
+        elif not turned and (
+            is_cast(user)
+            or (packet(user) in _VIEWS and _keeps_scores(user))
+            or (sink and _columns(user) == (0, _size(node)[-1] - 1))
+        ):
+            yield from _readers(user, sink)
         else:
             yield user, node, turned
+
+
+def _columns(node: fx.Node) -> tuple[int, int] | None:
+    """The first and the last but one of the columns that a slice takes."""
+    if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
+        return None
+    rank, width = len(_size(node)), _size(node.args[0])[-1]
+    start, _, _ = slice(argument(node, "start"), argument(node, "end")).indices(width)
+    return (start, start + _size(node)[-1]) if argument(node, "dim") % rank == rank - 1 else None
+
+
+def _with_sink(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """(scores, one more score for each query, whether the row's maximum is taken off) of what a softmax reads."""
+    less = packet(node) is aten.sub and node.args[1].target is operator.getitem and node.args[1].args[1] == 0
+    if less:
+        greatest = node.args[1].args[0]
+        if greatest.target is not aten.max.dim or greatest.args[0] is not node.args[0]:
+            return None
+        node = node.args[0]
+    if node.target is not aten.cat.default or len(node.args[0]) != 2:
+        return None
+    scores, sink = node.args[0]
+    return (scores, sink, less) if _size(sink) == (*_size(scores)[:-1], 1) else None
 
 
 def _numel(node: fx.Node) -> int:
@@ -266,15 +296,18 @@ def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | s
     value = softmax.meta["val"]
     if value.ndim not in (3, 4) or softmax.args[1] not in (-1, value.ndim - 1):
         return None
-    found = _scores(softmax.args[0], step)
-    readers = list(_readers(softmax))
+    scores, sink, less = _with_sink(softmax.args[0]) or (softmax.args[0], None, False)
+    found = _scores(scores, step)
+    readers = list(_readers(softmax, sink is not None))
     outs = [user for user, read, turned in readers if packet(user) is aten.bmm and user.args[0] is read and not turned]
     if found is None or len(outs) != 1:
         return None
     product, ops = found
     q, k = product.args[-2:]
     alpha = float(argument(product, "alpha")) if packet(product) is aten.baddbmm else 1.0
-    written = _Written(step, softmax, ops, q, k, outs[0].args[1], outs[0], alpha)
+    written = _Written(step, softmax, _size(scores), ops, q, k, outs[0].args[1], outs[0], alpha, sink)
+    if _size(written.v)[1] != written.size[-1]:
+        return f"{written.out.name} reads more than its weights"
     rest = [(user, turned) for user, _, turned in readers if user is not outs[0]]
     for user, turned in rest:
         if packet(user) is aten._softmax_backward_data and user.args[1] is softmax and written.slope is None:
@@ -283,7 +316,7 @@ def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | s
             written.dv = user
         else:
             return f"{user.name} reads its weights"
-    return written.read_backward() or written.refused(aliases) or written
+    return written.read_backward(less) or written.refused(aliases) or written
 
 
 @dataclass
@@ -291,21 +324,25 @@ class _Written:
     """The nodes of one attention. ``q`` (N, T, D), ``k`` (N, D, S), ``v`` (N, S, D_v): what its products read;
     ``out``: its second product; ``alpha``: the number of its first. In backward: ``slope``: of the softmax; ``dout``:
     the gradient of ``out``; ``dq``, ``dk``, ``dv``: of the others; ``first``: the first product; ``dbias``: (the
-    gradient of all that is added to the scores, what reads it)."""
+    gradient of all that is added to the scores, what reads it). ``size``: of the scores. ``sink``, of one column: a
+    score that takes weight and has no value, ``dsink``: its gradient."""
 
     step: StepGraph
     softmax: fx.Node
+    size: torch.Size
     ops: list[_Op]
     q: fx.Node
     k: fx.Node
     v: fx.Node
     out: fx.Node
     alpha: float
+    sink: fx.Node | None
     slope: fx.Node | None = None
     dout: fx.Node | None = None
     dq: fx.Node | None = None
     dk: fx.Node | None = None
     dv: fx.Node | None = None
+    dsink: fx.Node | None = None
     first: fx.Node | None = None
     dbias: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     #: What the kernels read: queries, keys and values; the numbers that they are multiplied with before the products;
@@ -314,19 +351,27 @@ class _Written:
     numbers: tuple[float, float, float] = (1.0, 1.0, 1.0)
     turned: bool = False
 
-    def read_backward(self) -> str | None:
-        """Find the nodes of the backward; what is not as it should be."""
+    def read_backward(self, less: bool) -> str | None:
+        """Find the nodes of the backward; what is not as it should be. ``less``: maxima were taken off."""
         grads = [self.dv.args[1]] if self.dv is not None else []
         if self.slope is not None:
             node = self.slope.args[0]
-            while is_cast(node) or (packet(node) in _VIEWS and _keeps_scores(node)):
+            padded = self.sink is None
+            while is_cast(node) or (packet(node) in _VIEWS and _keeps_scores(node)) or not padded:
+                if packet(node) is aten.slice_backward:  # zeros for the sink's column, which has no value
+                    padded = True
+                elif not (is_cast(node) or packet(node) in _VIEWS):
+                    break
                 node = node.args[0]
             if packet(node) is not aten.bmm or not _transposes(node.args[1], self.v):
                 return "the gradient of its weights is no product with its values"
             grads.append(node.args[0])
             self.first = node
             strangers: list[tuple[fx.Node, fx.Node, list[_Op]]] = []
-            for user, read, ops in self._down(self.slope, [], strangers):
+            begin = self.slope if self.sink is None else self._before_sink(less)
+            if begin is None:
+                return "the gradient of its scores is read with that of its sink"
+            for user, read, ops in self._down(begin, [], strangers):
                 if not _alike(ops, self.ops):
                     return f"{user.name} is no gradient of its product"
                 if user.args[0] is read and _transposes(user.args[1], self.k) and self.dq is None:
@@ -344,6 +389,24 @@ class _Written:
         self.dout = grads[0] if grads else None
         self.first = min(node for node in (self.first, self.dv) if node is not None) if grads else None
         return None
+
+    def _before_sink(self, less: bool) -> fx.Node | None:
+        """The gradient of the scores alone; finds that of the sink. The gradient of maxima that are taken off is the
+        sum of a row, which is 0."""
+        node, S = self.slope, self.size[-1]
+        if less:
+            (node,) = [user for user in node.users if packet(user) is aten.add] or [None]
+            other = node and next((x for x in node.args if x is not self.slope), None)
+            if not isinstance(other, fx.Node) or other.target is not aten.scatter.src:
+                return None
+            total = other.args[3]
+            if packet(total) is not aten.sum or packet(total.args[0]) is not aten.neg:
+                return None
+            if total.args[0].args[0] is not self.slope or set(self.slope.users) != {node, total.args[0]}:
+                return None
+        parts = {_columns(user): user for user in node.users}
+        self.dsink, begin = parts.pop((S, S + 1), None), parts.pop((0, S), None)
+        return None if parts else begin
 
     def _down(self, node: fx.Node, ops: list[_Op], strangers: list) -> list[tuple[fx.Node, fx.Node, list[_Op]]]:
         """The products that read the gradient of the scores: (product, what it reads, what happened on the way)."""
@@ -383,7 +446,7 @@ class _Written:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """The scores': (B, H, T, S)."""
-        sizes = [_size(self.softmax), *(op.size for op in self.ops)]
+        sizes = [self.size, *(op.size for op in self.ops)]
         return next((tuple(size) for size in sizes if len(size) == 4), (1, *sizes[0]))
 
     @property
@@ -402,7 +465,7 @@ class _Written:
             return "it computes in " + ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         biases = [op.node for op in self.ops if op.kind in ("bias", "hide")]
         for node in (q, k, v, self.dout, *biases):
-            if node is not None and aliases.writes.get(aliases.root(node)):
+            if node is not None and aliases.written_between(node, aliases.position[node], len(aliases.position)):
                 return f"{node.name} is written to"
         return None
 
@@ -425,11 +488,13 @@ class _Written:
         widths = [self.q.meta["val"].shape[-1], self.v.meta["val"].shape[-1]]
         case = Case(B, H, H, T, S, *widths, False, self.inputs[0].meta["val"].dtype)
         kinds = [op.kind for op in self.ops]
-        if "tanh" in kinds:
-            if self.dbias or "bias" in kinds[kinds.index("tanh") :] or "hide" in kinds[kinds.index("tanh") :]:
-                return "its soft cap is not next to its product"
-            if kinds.count("tanh") > 1 or not options.compiled:
-                return "it has a soft cap, which FlexAttention alone takes, and Inductor does not compile it"
+        if "tanh" in kinds or self.sink is not None:
+            what = "a soft cap" if "tanh" in kinds else "a sink"
+            inside = kinds[kinds.index("tanh") + 1 :] if "tanh" in kinds else []
+            if self.dbias or {"tanh", "bias", "hide"} & set(inside):
+                return f"it has {what} and more that learns or comes before"
+            if not options.compiled:
+                return f"it has {what}, which FlexAttention alone takes, and Inductor does not compile it"
             return refusal("flex", case, options.capability) or "flex"
         if self.scale <= 0:
             return f"its scores are multiplied by {self.scale}, which is not positive"
@@ -438,9 +503,7 @@ class _Written:
         biased = "bias" in kinds or "hide" in kinds
         cudnn = refusal("cudnn", case, options.capability, options.deterministic)
         if cudnn is None and not self.dbias and options.capability is not None and options.capability[0] in (9, 10):
-            return "cudnn" if not biased or S % 8 == 0 else f"8 does not divide {S} keys, under a bias"
-        if biased and S % _ALIGNED:
-            return f"{_ALIGNED} does not divide {S} keys, under a bias"
+            return "cudnn" if not biased or S % 8 == 0 else "efficient"
         return "efficient"
 
     def rewrite(self, backend: str, flex: FlexNodes) -> str | None:
@@ -455,11 +518,11 @@ class _Written:
             flex.masks = Masks(self.step.graph)
             seen = flex.masks.of(bias)
             if isinstance(seen, str):
-                return f"{seen}, and it has a soft cap"
+                return f"{seen}, and FlexAttention alone takes its soft cap or sink"
         q, k, v = self._laid_out(build)
         saves = self.dout is not None
         if backend == "flex":
-            cap = math.prod(op.number for op in self.ops[:at] if op.kind == "scale")
+            cap = math.prod(op.number for op in self.ops[:at] if op.kind == "scale") if at >= 0 else 0.0
             out, *saved = flex.forward(build, (q, k, v), seen, scale, cap)
         elif backend == "cudnn":
             forward = aten._scaled_dot_product_cudnn_attention.default
@@ -469,7 +532,9 @@ class _Written:
             forward = aten._scaled_dot_product_efficient_attention.default
             made = build(forward, q, k, v, bias, saves, 0.0, False, scale=scale)
             out, *saved = (build(operator.getitem, made, i) for i in (range(4) if saves else (0,)))
-        self._put(self.out, out, d, False)
+        share = self._share(build, saved[0]) if self.sink is not None else None
+        shown = out if share is None else build.cast(build(aten.mul.Tensor, out, share), dtype)
+        self._put(self.out, shown, d, False)
         if saves:
             build = Builder(self.first, before=self.first)
             like = out.meta["val"].shape
@@ -480,7 +545,11 @@ class _Written:
                 grad = build(aten.clone.default, grad, memory_format=torch.contiguous_format)
             rest, tail = (T, S, 0.0, False), {"scale": scale}
             if backend == "flex":
-                grads = flex.backward(build, grad, (q, k, v), (out, *saved), seen, scale, cap)
+                of_log = None
+                if share is not None:
+                    of_log = self._of_log(build, grad, out, share)
+                    grad = build.cast(build(aten.mul.Tensor, grad, share), dtype)
+                grads = flex.backward(build, grad, (q, k, v), (out, *saved), seen, scale, cap, of_log)
             elif backend == "cudnn":
                 backward = aten._scaled_dot_product_cudnn_attention_backward.default
                 made = build(backward, grad, q, k, v, out, *saved, bias, None, None, *rest, **tail)
@@ -499,6 +568,25 @@ class _Written:
                 if node is not None:
                     self._put(node, new, 1.0 / number, node is self.dk)
         return None
+
+    def _share(self, build: Builder, log_sum: fx.Node) -> fx.Node:
+        """What the keys have of all weights (B, H, T, 1), the sink's subtracted; ``log_sum`` (B, H, T): log2 of the
+        sum of their exponentials."""
+        B, H, T, _ = self.shape
+        sink = build.cast(build.view(self.sink, torch.Size((B, H, T, 1))), torch.float32)
+        log_sum = build(aten.mul.Tensor, build(aten.unsqueeze.default, log_sum, -1), math.log(2))
+        return build(aten.sigmoid.default, build(aten.sub.Tensor, log_sum, sink))
+
+    def _of_log(self, build: Builder, grad: fx.Node, out: fx.Node, share: fx.Node) -> fx.Node:
+        """The gradient of the logarithms; puts the sink's in its place, which is their negative."""
+        product = build(aten.mul.Tensor, build.cast(grad, torch.float32), build.cast(out, torch.float32))
+        slope = build(aten.mul.Tensor, share, build(aten.rsub.Scalar, share, 1.0))
+        slope = build(aten.mul.Tensor, slope, build(aten.sum.dim_IntList, product, [-1], True))
+        if self.dsink is not None:
+            new = build.cast(build(aten.neg.default, slope), self.dsink.meta["val"].dtype)
+            self.dsink.replace_all_uses_with(build.view(new, _size(self.dsink)))
+            erase_unread(self.dsink)
+        return build(aten.mul.Tensor, build(aten.squeeze.dim, slope, -1), math.log(2))
 
     def _laid_out(self, build: Builder) -> list[fx.Node]:
         """Queries, keys and values as kernels take them: (B, H, length, width), each row contiguous."""
@@ -538,12 +626,14 @@ class _Written:
         if clamped and packet(self.softmax) is aten._softmax:
             total = build(aten.clamp.default, total, _LEAST)
         total = build.cast(total, dtype)
-        strides = total.meta["val"].stride()
-        if total.meta["val"].shape[-1] != shape[-1] or strides[-1] != 1 or any(s % 8 for s in strides[:-1]):
-            size = torch.Size((*total.meta["val"].shape[:-1], shape[-1]))
-            total = build(aten.expand.default, total, list(size)) if total.meta["val"].shape != size else total
+        size, strides = torch.Size((*_size(total)[:-1], shape[-1])), total.meta["val"].stride()
+        total = build(aten.expand.default, total, list(size)) if _size(total) != size else total
+        if -size[-1] % _ALIGNED:  # as torch pads a bias for the memory-efficient kernel
+            total = build(aten.constant_pad_nd.default, total, [0, -size[-1] % _ALIGNED], 0.0)
+            total = build(aten.slice.Tensor, total, -1, 0, size[-1])
+        elif total.meta["val"].stride(-1) != 1 or any(s % 8 for s in strides[:-1]):
             total = build(aten.clone.default, total, memory_format=torch.contiguous_format)
-        return total if total.meta["val"].shape == shape else build(aten.expand.default, total, list(shape))
+        return total if _size(total) == shape else build(aten.expand.default, total, list(shape))
 
     @staticmethod
     def _put(node: fx.Node, new: fx.Node, number: float, turned: bool) -> None:
