@@ -45,6 +45,8 @@ def unsupported(found: Found, aliases: Aliases) -> str | None:
         return "its bias is not of the form of its weight"
     per_head = found.weight is not None and _form(found.weight)[0] != x.shape[-1:]
     written = [n for n in (*found.outputs, gradient and gradient.dx) if n is not None]
+    if any(value_of(n).stride(-1) != 1 for n in written):
+        return "the rows that it writes are not contiguous"
     if per_head and any(order_of(n) != list(range(x.ndim)) for n in written):
         return "it has a weight per head and writes its heads in another order"
     first, last = aliases.position[found.nodes[0]], aliases.position[found.nodes[-1]]

@@ -103,6 +103,26 @@ def test_layer_norm_over_two_dimensions_is_left_alone():
     assert any("it normalizes 2 dimensions at once" in note for note in report_of(step).notes)
 
 
+class Pooled(nn.Module):
+    """A residual stream that is read transposed too, so that its gradient comes in that order (Hiera's pooling)."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.pool = nn.Linear(5, WIDTH)
+
+    def forward(self, x):
+        stream = self.up(x).unsqueeze(1).sin().squeeze(1)
+        y = self.down(self.norm(stream))
+        return y + self.pool(stream.transpose(1, 2)).mean(1, keepdim=True)
+
+
+def test_a_gradient_of_another_order_is_left_alone():
+    step = check(Pooled(), square, rows())
+    assert not report_of(step).changed
+    assert any("the rows that it writes are not contiguous" in note for note in report_of(step).notes)
+
+
 def test_a_model_without_norms(tools):
     step = tools.trace(nn.Linear(12, 12), tools.mse, tools.vectors(6, 12)[0])
     (report,) = run_passes(step, [get("fuse_norm")])
