@@ -22,6 +22,7 @@ from stepgraph.bench.rows import Row, geometric_mean
 from stepgraph.config.commands import ModelBench
 from stepgraph.costs.hardware import GPUS, PRODUCTS_REACHED
 from stepgraph.costs.roofline import limits, products_seconds
+from tests import forked
 
 CPU = torch.device("cpu")
 
@@ -31,7 +32,7 @@ def record(tmp_path_factory):
     """A run with providers that are right, wrong and unavailable: exit status, its record, its folder."""
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "CHILD", [sys.executable, str(Path(__file__).parent / "wrong_child.py")])
+        patch.setattr(command, "CHILD", [forked.python(), str(Path(__file__).parent / "wrong_child.py")])
         patch.setitem(command.PROVIDERS, "wrong", None)
         words = ["--providers", "eager,wrong,liger,stepgraph-exact", "--together", "2"]
         words += ["--steps", "2", "--rounds", "2", "--device", "cpu"]

@@ -24,6 +24,7 @@ from stepgraph.bench.train.table import summary, train_section
 from stepgraph.config.commands import TrainBench
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.layer import MoE
+from tests import forked
 
 SIZES = {
     "model.dim": 32,
@@ -47,6 +48,7 @@ def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "train.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHON_EXEC", forked.python())  # what torchrun starts ranks with
         patch.setattr(train, "RANK", [str(Path(__file__).parent / "wrong_rank.py")])
         patch.setitem(train.PROVIDERS, "wrong", Provider(None))
         patch.setitem(train.PROVIDERS, "breaks", Provider(None))
