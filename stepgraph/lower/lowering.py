@@ -13,7 +13,7 @@ from stepgraph.errors import warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.lower.gpu_trace import traced_as
-from stepgraph.lower.peak import fitted, room_for_state
+from stepgraph.lower.peak import PeakSearch, fitted, peak_search, room_for_state
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
 from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, run_passes, split_at_pipeline_cut
@@ -63,8 +63,17 @@ def rewrite(
 ) -> StepProgram:
     """``program``, as `trace` captured the step of ``spec``, rewritten by its passes; in a pipeline this rank's
     program. The graphs of ``program`` are changed: see `copied`."""
-    spec, target = fitted(program, spec, target, lambda p, *rest: rewritten(copied(p), *rest))
+    spec, target = fitted(program, spec, target, _copy_rewritten)
     return rewritten(program, spec, target, dump)
+
+
+def search_of_peak(program: StepProgram, spec: StepSpec, target: Target) -> PeakSearch | None:
+    """What `rewrite` would look for under ``memory="peak=..."``; None for other policies. ``program`` is not changed."""
+    return peak_search(program, spec, target, _copy_rewritten)
+
+
+def _copy_rewritten(program: StepProgram, spec: StepSpec, target: Target | None) -> StepProgram:
+    return rewritten(copied(program), spec, target)
 
 
 def rewritten(program: StepProgram, spec: StepSpec, target: Target | None, dump: Path | None = None) -> StepProgram:

@@ -6,6 +6,7 @@ rewritings find the limit for the graphs. Optimizer state goes to the host where
 recomputation and offload cost more for as many bytes, or do not suffice; the shorter of the two steps is taken.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -48,6 +49,22 @@ def fitted(
     """``spec`` and ``target`` as they are where no peak is asked for; else with the passes that meet it. ``rewritten``:
     of a copy of ``program``. Raises ``ValueError``, in one line, for modules that are not there and for a peak that
     cannot be met, with the least that can."""
+    search = peak_search(program, spec, target, rewritten)
+    if search is None:
+        return spec, target
+    found, where = search.best(), search.target
+    if where.host_memory is not None and not where.simulated:  # what is left for activations
+        where = replace(where, host_memory=where.host_memory - sum(map(tensor_bytes, _state_on_host(found.made))))
+    return replace(spec, passes=search.passes(found), disable=()), where
+
+
+def peak_search(
+    program: StepProgram,
+    spec: StepSpec,
+    target: Target | None,
+    rewritten: Callable[[StepProgram, StepSpec, Target | None], StepProgram],
+) -> "PeakSearch | None":
+    """The search of `fitted`, before it begins; None where no peak is asked for."""
     where = target or Target.on(spec.device)
     passes = resolve(spec.passes, spec.disable, where)
     for p in passes:
@@ -55,17 +72,13 @@ def fitted(
             check_modules(p.options.modules, dict(spec.model.named_modules()))
     fit = next((p.options for p in passes if p.name == "fit_memory"), None)
     if fit is None or not fit.peak or fit.limit is not None or not spec.backward:
-        return spec, target
+        return None
     asked = fit.peak_bytes
     where = replace(where, memory=asked)  # other passes' budget too
     held = _locked_bytes(program)
     if where.host_memory is not None:
         where = replace(where, host_memory=where.host_memory + held)
-    search = _Search(program, replace(spec, passes=passes, disable=()), where, asked, rewritten, held)
-    found = search.best()
-    if where.host_memory is not None and not where.simulated:  # what is left for activations
-        where = replace(where, host_memory=where.host_memory - sum(map(tensor_bytes, _state_on_host(found.made))))
-    return replace(spec, passes=search.passes(found), disable=()), where
+    return PeakSearch(program, replace(spec, passes=passes, disable=()), where, asked, rewritten, held)
 
 
 def room_for_state(spec: StepSpec, target: Target | None) -> float:
@@ -93,7 +106,7 @@ def _locked_bytes(program: StepProgram) -> int:
 
 
 @dataclass(frozen=True)
-class _Try:
+class PeakTry:
     """A rewriting under a ``limit``: bytes at the ``peak`` of the whole step, and of the largest graph as `fit_memory`
     counts it. ``tiles``: of the sequence; None: as many as were asked for. ``state``: bytes of optimizer state on the
     host. ``curve``: (bytes at the peak of the whole step, seconds that it costs) as far as `fit_memory` lowers it."""
@@ -108,7 +121,7 @@ class _Try:
     made: StepProgram = field(default_factory=lambda: StepProgram({}, []), compare=False, repr=False)
 
 
-class _Search:
+class PeakSearch:
     """Rewritings of copies of ``program``, for a peak of ``asked`` bytes. ``held``: bytes of optimizer state that are
     on the host: they stay there, or a step's forms for other batches would be captured again and again."""
 
@@ -127,7 +140,7 @@ class _Search:
         self.stays = ""
         """Why the optimizer's state cannot go to the host."""
 
-    def passes(self, found: _Try) -> list[Pass]:
+    def passes(self, found: PeakTry) -> list[Pass]:
         """The passes of the step with what was ``found``."""
         own = {"limit": found.limit, "beyond": found.peak - found.graph, "peak": self.asked / 2**30}
         made = []
@@ -143,7 +156,7 @@ class _Search:
             made.append(p)
         return made
 
-    def attempt(self, like: _Try, **changes: float | None) -> _Try:
+    def attempt(self, like: PeakTry, **changes: float | None) -> PeakTry:
         """What the step takes with the choices of ``like`` and ``changes``."""
         unknown = replace(like, peak=0.0, graph=0.0, **changes)
         simulated = replace(self.target, simulated=True)
@@ -156,15 +169,14 @@ class _Search:
         curve = tuple((peak - graph + size, price) for size, price in points)
         return replace(unknown, peak=peak, graph=graph, curve=curve, made=made)
 
-    def best(self) -> _Try:
+    def best(self) -> PeakTry:
         """The shortest step of the rewritings that were tried and take at most what was asked for."""
-        search = any(p.name == "tile_sequence" and p.options.search for p in self.spec.passes)
-        tried = [least := self._best(_Try(state=self.state))]
+        tried = [least := self._best(PeakTry(state=self.state))]
         if least.limit < math.inf or least.peak > self.asked:
             tried.append(self._with_state(least))
-        for tiles in _TILES if search else ():
+        for tiles in self._tiles():
             if min(found.peak for found in tried) > self.asked:
-                tried.append(self._best(_Try(tiles=tiles, state=self.state)))
+                tried.append(self._best(PeakTry(tiles=tiles, state=self.state)))
                 tried.append(self._with_state(tried[-1]))
         met = [found for found in tried if found.peak <= self.asked]
         if met:
@@ -177,11 +189,26 @@ class _Search:
             + (f" ({self.stays})" if self.stays else "")
         )
 
-    def _seconds(self, found: _Try) -> float:
+    def least(self, like: PeakTry | None = None) -> PeakTry:
+        """The rewriting with the lowest peak: `best` finds one for every peak from there on. ``like``: whose tiles and
+        parts are taken; None: all are tried."""
+        tries = [PeakTry(tiles=tiles) for tiles in (None, *self._tiles()[-1:])] if like is None else [like]
+        return min(map(self._least, tries), key=lambda found: found.peak)
+
+    def _least(self, like: PeakTry) -> PeakTry:
+        for state in self._amounts()[-1:]:
+            with contextlib.suppress(ValueError):  # it cannot go to the host
+                return self._in_parts(self.attempt(like, limit=0.0, state=state), 0.0)
+        return self._in_parts(self.attempt(like, limit=0.0, state=self.state), 0.0)
+
+    def _tiles(self) -> tuple[int, ...]:
+        return _TILES if any(p.name == "tile_sequence" and p.options.search for p in self.spec.passes) else ()
+
+    def _seconds(self, found: PeakTry) -> float:
         """Seconds of a step, as it is forecast to run."""
         return sum(n * assumed_timeline(step.graph, self.fused).step_seconds for step, n in found.made.counted())
 
-    def _with_state(self, plain: _Try) -> _Try:
+    def _with_state(self, plain: PeakTry) -> PeakTry:
         """``plain`` with as much of the optimizer's state on the host as makes the step shortest, by its curve of time
         over peak; ``plain`` itself where that is none."""
         amounts = self._amounts()
@@ -217,7 +244,7 @@ class _Search:
         found = itertools.accumulate(sizes)
         return [size for size in found if size > self.state and (host is None or size <= host)]
 
-    def _best(self, like: _Try) -> _Try:
+    def _best(self, like: PeakTry) -> PeakTry:
         """Among rewritings with the tiles and state of ``like``, the one with the highest peak within the target; if
         none is within it, the one with the lowest peak."""
         over, under = self.attempt(like, limit=math.inf), None
@@ -225,10 +252,10 @@ class _Search:
             return over
         limit = over.graph - (over.peak - self.asked)
         for _ in range(_MOST):
-            found = self._in_parts(self.attempt(over, limit=max(limit, 0.0)))
+            found = self._in_parts(self.attempt(over, limit=max(limit, 0.0)), self.asked)
             if found.peak > self.asked:
                 if found.graph > found.limit:  # nothing is left to give up
-                    break
+                    return under or found
                 over, limit = found, found.graph - 1.02 * (found.peak - self.asked)
                 continue
             under = found if under is None or found.peak > under.peak else under
@@ -236,12 +263,15 @@ class _Search:
                 break
             limit = found.limit + 0.9 * (self.asked - found.peak)
             limit = limit if limit < over.limit else (found.limit + min(over.limit, over.graph)) / 2
-        return under or self.attempt(over, limit=0.0)
+        return under or self._in_parts(self.attempt(over, limit=0.0), self.asked)
 
-    def _in_parts(self, found: _Try) -> _Try:
-        """``found``; where nothing is left to give up, with smaller parts of the logits, as long as they help."""
-        parts = next((p.options.part_bytes for p in self.spec.passes if p.name == "fuse_loss"), 0)
-        while found.peak > self.asked and found.graph > found.limit and parts > _LEAST_PART:
+    def _in_parts(self, found: PeakTry, goal: float) -> PeakTry:
+        """``found``; where nothing is left to give up, with smaller parts of the logits, as long as they help and the
+        peak is above ``goal``."""
+        parts = found.part_bytes or next((p.options.part_bytes for p in self.spec.passes if p.name == "fuse_loss"), 0)
+        if not any(report.name == "fuse_loss" and report.matched for report in found.made.reports):
+            return found
+        while found.peak > goal and found.graph > found.limit and parts > _LEAST_PART:
             parts //= 4
             smaller = self.attempt(found, part_bytes=parts)
             if smaller.peak >= found.peak:

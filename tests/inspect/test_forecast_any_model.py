@@ -15,8 +15,10 @@ from stepgraph import compat
 from stepgraph.config import build
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
+from stepgraph.costs.memory import peak_bytes
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.inspect.forecast.forecast import simulated
+from stepgraph.lower import StepSpec, lower
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import Target
 
@@ -147,6 +149,32 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(rows, accumulate):
     assert first.fits == (rows <= largest) and largest % accumulate == 0
     step = accumulate * (largest // accumulate // 1000)  # a thousandth
     assert at(largest - step).fits and not at(largest + step).fits
+
+
+def test_no_batch_is_promised_for_a_peak_beyond_the_gpus():
+    found = stepgraph.forecast(*tower_step(), device="h100", passes=stepgraph.StepOptions("exact", memory="peak=100GiB"))
+    assert found.fits and found.largest_batch is None and "the GPU has 74.51 GiB" in found.batch_note
+
+
+@pytest.mark.parametrize(
+    ("passes", "accumulate", "peak"),
+    [("exact", 1, 0.1), *(pytest.param("default", *p, marks=pytest.mark.long) for p in ((1, 0.1), (2, 0.3)))],
+)
+def test_the_largest_batch_under_a_peak_meets_it(passes, accumulate, peak):
+    """And one that is two hundredths larger does not."""
+    model = Tower(128, 1)
+    options = dataclasses.replace(OFF, passes=passes, memory=f"peak={peak}GiB")
+
+    def step(rows):
+        return model, tower_loss, {"x": torch.zeros(rows, 16, 128)}, torch.optim.AdamW(model.parameters())
+
+    found = stepgraph.forecast(*step(64), passes=options, accumulate=accumulate)
+    largest = found.largest_batch
+    assert largest > 128 and largest % accumulate == 0 and f"{largest}" in found.batch_note
+    target, own = Target.forecast(GPUS["h200"]), {"accumulate": accumulate, "passes": options}
+    assert peak_bytes(lower(StepSpec(*step(largest), **own), target).program) <= peak * 2**30
+    with pytest.raises(ValueError, match="cannot be met"):
+        lower(StepSpec(*step((int(1.02 * largest) // accumulate + 1) * accumulate), **own), target)
 
 
 def test_a_batch_without_one_size_has_no_largest():

@@ -26,7 +26,7 @@ from stepgraph.capture.trace import LossFn
 from stepgraph.costs import links
 from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import GPUS, Gpu
-from stepgraph.costs.memory import HELD, Moment, at_peak
+from stepgraph.costs.memory import HELD, Moment, at_peak, state_bytes
 from stepgraph.costs.roofline import products_seconds
 from stepgraph.costs.step import StepCost, graph_cost, step_cost
 from stepgraph.errors import first_line, unknown_name
@@ -37,7 +37,8 @@ from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import name_of, type_of
 from stepgraph.graph.values import Accumulator, Input, ModelTensor, OptimizerState
 from stepgraph.inspect.forecast.tables import size_text, time_text
-from stepgraph.lower import StepSpec, copied, lower, programs_by_policy, rewrite, trace
+from stepgraph.lower import StepSpec, copied, programs_by_policy, rewrite, search_of_peak, trace
+from stepgraph.lower.peak import PeakSearch, PeakTry
 from stepgraph.passes import StepOptions, Target
 from stepgraph.passes.waiting import Waiting
 
@@ -45,6 +46,8 @@ from stepgraph.passes.waiting import Waiting
 _FIXED = ("parameters", "optimizer", "gradients")
 #: Groups of tensors that the text shows.
 _SHOWN = 10
+#: Batches that are traced at most to find the largest one under a peak.
+_MOST_BATCHES = 6
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def _forecast(spec: StepSpec, gpu: Gpu) -> StepForecast:
     peak = _peak(cost)
     node, largest = _at_peak(program, spec)
     where = provenance(node)
-    largest_batch, note = _largest_batch(spec, cost, gpu)
+    largest_batch, note = _largest_batch(spec, traced, cost, gpu)
     sizes = set(batch_sizes(flatten_batch(spec.batch)[0]))
     return StepForecast(
         gpu=gpu.name,
@@ -313,7 +316,7 @@ def _grouped(entries: Sequence[tuple[int, _Key, str]]) -> tuple[Held, ...]:
 # The largest batch.
 
 
-def _largest_batch(spec: StepSpec, cost: StepCost, gpu: Gpu) -> tuple[int | None, str]:
+def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu) -> tuple[int | None, str]:
     """(estimate of the largest batch whose step fits, or None; how it was found, or why it is not known).
 
     In each phase the fullest moment is linear in the batch: of two traced batches, the second one is as large as the
@@ -325,6 +328,8 @@ def _largest_batch(spec: StepSpec, cost: StepCost, gpu: Gpu) -> tuple[int | None
         return None, f"tensors of the batch do not share their first dimension: {given}"
     n = spec.accumulate
     rows = sizes.pop() // n
+    if search := search_of_peak(traced, spec, Target.forecast(gpu)):
+        return _largest_under_peak(spec, search, rows, gpu)
     fits = _peak(cost).total <= gpu.memory
     if rows == 1 and not fits:
         return 0, f"a batch of {n} is the smallest, and does not fit"
@@ -333,10 +338,7 @@ def _largest_batch(spec: StepSpec, cost: StepCost, gpu: Gpu) -> tuple[int | None
     if guess is not None and (guess > rows if fits else guess < rows):
         other = max(guess, 1)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first trace has warned
-            resized = dataclasses.replace(spec, batch=_resized(spec.batch, other * n))
-            second = _cost(lower(resized, Target.forecast(gpu)).program, spec, gpu)
+        second = _cost(rewrite(*_at_batch(spec, other * n, gpu)), spec, gpu)
     except Exception as error:  # it is not the user's batch: a model may refuse it
         return None, f"a batch of {other * n} cannot be traced: {first_line(error)}"
     first, then = _peak_by_phase(cost), _peak_by_phase(second)
@@ -350,6 +352,41 @@ def _largest_batch(spec: StepSpec, cost: StepCost, gpu: Gpu) -> tuple[int | None
     if most == math.inf:
         return None, f"the peak does not grow between batches of {rows * n} and {other * n}"
     return max(math.floor(most), 0) * n, f"estimated from traces of {rows * n} and {other * n}"
+
+
+def _largest_under_peak(spec: StepSpec, search: PeakSearch, rows: int, gpu: Gpu) -> tuple[int | None, str]:
+    """`_largest_batch` under ``memory="peak=..."``; the peak is met for microbatches of ``rows``.
+
+    Each batch that is tried is traced and rewritten for its lowest peak: what is returned was met. Between two of them
+    the lowest peak counts as linear; the search ends where the next batch would be less than a hundredth larger.
+    """
+    if search.asked > gpu.memory:
+        return None, f"a peak of {size_text(search.asked)} is asked for, and the GPU has {size_text(gpu.memory)}"
+    n, first, like, note = spec.accumulate, search.least(PeakTry()), None, ""
+    met, over = [(0, state_bytes(first.made)), (rows, first.peak)], []  # (rows, bytes), ever closer to the peak
+    for _ in range(_MOST_BATCHES):
+        (a, low), (b, high) = (met[-1], over[-1]) if over else met[-2:]
+        aim = a + (b - a) * (search.asked - low) / (high - low) if high > low else 2.0 * b
+        lowest = met[-1][0]
+        other = max(math.floor(0.995 * aim), lowest + 1 if like else 2 * lowest)
+        if (over and other >= over[-1][0]) or (like and aim < 1.01 * lowest):
+            break
+        try:
+            like = search_of_peak(*_at_batch(spec, other * n, gpu)).least(like if other < 1.2 * lowest else None)
+        except Exception as error:  # it is not the user's batch: a model may refuse it
+            note = f"; a batch of {other * n} cannot be traced: {first_line(error)}"
+            break
+        (met if like.peak <= search.asked else over).append((other, like.peak))
+    tried = ", ".join(str(size * n) for size, _ in sorted(met[1:] + over))
+    return met[-1][0] * n, f"the largest that met the peak of {tried}{note}"
+
+
+def _at_batch(spec: StepSpec, size: int, gpu: Gpu) -> tuple[StepProgram, StepSpec, Target]:
+    """(the step for ``size`` samples as traced, its spec, where it runs)."""
+    resized, target = dataclasses.replace(spec, batch=_resized(spec.batch, size)), Target.forecast(gpu)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the first trace has warned
+        return trace(resized, target).program, resized, target
 
 
 def _guess(cost: StepCost, rows: int, memory: float) -> int | None:
