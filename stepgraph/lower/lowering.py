@@ -68,7 +68,7 @@ def rewrite(
 
 
 def search_of_peak(program: StepProgram, spec: StepSpec, target: Target) -> PeakSearch | None:
-    """What `rewrite` would look for under ``memory="peak=..."``; None for other policies. ``program`` is not changed."""
+    """The search of `rewrite` under ``memory="peak=..."``; None for other policies. ``program`` is not changed."""
     return peak_search(program, spec, target, _copy_rewritten)
 
 

@@ -152,7 +152,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(rows, accumulate):
 
 
 def test_no_batch_is_promised_for_a_peak_beyond_the_gpus():
-    found = stepgraph.forecast(*tower_step(), device="h100", passes=stepgraph.StepOptions("exact", memory="peak=100GiB"))
+    options = stepgraph.StepOptions("exact", memory="peak=100GiB")
+    found = stepgraph.forecast(*tower_step(), device="h100", passes=options)
     assert found.fits and found.largest_batch is None and "the GPU has 74.51 GiB" in found.batch_note
 
 
