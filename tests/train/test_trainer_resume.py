@@ -191,6 +191,28 @@ def test_a_second_ctrl_c_ends_the_run_at_once(trainer, tmp_path, monkeypatch):
     assert trainer.checkpoints(tmp_path / "run") == ["step-00000004"]
 
 
+@pytest.mark.long  # shorter: of GraphTrainer, in tests/integrations/test_trainer.py
+def test_a_run_whose_peak_moves_state_to_the_host_is_resumed_bitwise(trainer, tmp_path, monkeypatch):
+    options = ["--model.n-layers", 1, "--steps", 4, "--val-every", 0, "--passes", "exact", "--tiles", 1]
+    options += ["--memory", "peak=0.00189GiB"]
+    assert trainer.here(*options, "--out", tmp_path / "whole") == 0
+    original = Run._launch
+
+    def stopped(self):
+        if self.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_launch", stopped)
+        assert trainer.here(*options, "--out", tmp_path / "run") == 0
+    assert trainer.summary(tmp_path / "run")["steps"] == 2
+    assert trainer.resume(tmp_path / "run") == 0
+    trainer.assert_same_run(tmp_path / "whole", tmp_path / "run", 4)
+    for folder in ("whole", "run"):
+        assert "stay in host memory" in (tmp_path / folder / "passes.txt").read_text()
+
+
 def test_more_steps_and_other_options_of_the_optimizer_hold_after_a_resume(trainer, tmp_path):
     options = ["--model.n-layers", 1, "--steps", 4, "--schedule", "constant", "--val-every", 0]
     assert trainer.here(*options, "--out", tmp_path / "run") == 0
