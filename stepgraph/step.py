@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import fx, nn
@@ -214,6 +214,13 @@ class CapturedStep:
             f"CapturedStep of {model}, captured in {self.program.capture_s:.1f} s\n"
             f"  nodes after passes: {', '.join(counts)}\n"
             f"  {sum(report.acted for report in reports)} of {len(reports)} passes changed the graph (step.report)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """``copy.deepcopy`` and ``pickle``: CaptureError."""
+        raise CaptureError(
+            "a captured step runs on the tensors of its own model, and cannot be copied or pickled: copy the model, "
+            "build an optimizer of the copy, and call stepgraph.capture with them"
         )
 
     def __call__(self, batch: Any) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """What capture refuses, before, during and after the trace: one line each, with module path and source line."""
 
 import contextlib
+import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,6 +16,7 @@ from stepgraph import compat
 from stepgraph.capture.batch import has_values
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
+from stepgraph.capture.python.places import counts
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name
@@ -241,6 +243,61 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
                 f"forward assigns {slot.name}.data, and a captured step keeps its state where it lies; write in place, "
                 "as by .data.copy_(...)"
             )
+
+
+def refusing_facts(
+    recorder: Recorder, tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], batch: Iterable[slice]
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, `CaptureError` is raised for what a trace cannot say of eager's tensors: how often they were written, of
+    what they are views, what gradient a parameter has from other steps, and what forward gives other memory.
+
+    ``tensors``: the model's. ``flat``: the inputs of the graph; ``batch``: where among them those of the batch are.
+    """
+    own = set(map(id, tensors))
+    of_batch = set(storages([t for where in batch for t in flat[where]]))
+    of_inputs = of_batch | set(storages(flat))
+
+    def ask(tensor: torch.Tensor, name: str, file: str) -> None:
+        if not counts(file):
+            return
+        if name.startswith("grad") and id(tensor) in own:
+            what, fix = f"uses .{name[:4]} of a parameter", "return the loss alone, or keep what it needs in a buffer"
+        elif name == "data =" and id(tensor) not in own:  # of the model's own: `refuse_data_assigned`
+            what, fix = "assigns .data of a tensor", "write in place, as by .copy_(...), or give the result a name"
+        elif name in ("_version", "_base", "_is_view", "is_set_to") and storages([tensor])[0] in of_inputs:
+            what, fix = f"asks for .{name} of an input of the step", "pass what it is to decide in the batch"
+        elif name == "storage_offset" and storages([tensor])[0] in of_batch:
+            what, fix = "asks for .storage_offset() of the batch", "give a clone(), or pass the offset in the batch"
+        else:
+            return
+        raise CaptureError(
+            f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(2))}) {what}, which "
+            f"a captured step does not follow; {fix}"
+        )
+
+    return compat.facts_of_fake_tensors(ask)
+
+
+@contextlib.contextmanager
+def refusing_settings(recorder: Recorder) -> Iterator[None]:
+    """Inside, `CaptureError` is raised where forward changes a setting of torch: operators of a graph would run with
+    the setting of their calls."""
+    current = {
+        "set_default_dtype": torch.get_default_dtype,
+        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+        "set_float32_matmul_precision": torch.get_float32_matmul_precision,
+    }
+
+    def refuse(name: str, given: Any, **_: Any) -> None:
+        if given != current[name]():
+            raise CaptureError(
+                f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(1))}) calls "
+                f"torch.{name}, and the operators of a captured step run with the setting of its call; set it before, "
+                "and give dtypes to the functions that make tensors"
+            )
+
+    with compat.replaced_functions(torch, **{name: functools.partial(refuse, name) for name in current}):
+        yield
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -18,7 +18,11 @@ from stepgraph.graph.facts import is_random
 
 #: What torch says, or which of its operators fails -> what to do.
 _FIXES = (
-    (r"[Nn]ested|jagged", "keep rows of unequal length in one padded tensor with a mask, or a flat one with offsets"),
+    (
+        r"[Nn]ested|jagged",
+        "keep rows of unequal length in one padded tensor with a mask, or a flat one with offsets; "
+        "nn.TransformerEncoder takes enable_nested_tensor=False",
+    ),
     (r"[Qq]uantized", "give a graph what dequantize() gives, or the integers, scales and zero points as tensors"),
     (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
     (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) instead of hessian(f)"),
@@ -84,6 +88,11 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             return asks, 'set model.set_experts_implementation("grouped_mm")'
         return asks, f"write {type(module).__name__}.forward by stepgraph.kernels.moe, as docs/capture.md shows"
+    if "dynamic" in str(getattr(module, "rope_type", "")):
+        return f"{operator} asks whether a batch is longer than all before", (
+            "a dynamic RoPE takes its frequencies from the longest batch so far, which Python keeps: raise "
+            "config.max_position_embeddings to the longest one, or take another rope_type, such as linear or yarn"
+        )
     if getattr(module, "momentum", 0.1) is None:
         return needs, "momentum=None averages by a count that the host reads: give a number, such as momentum=0.1"
     if name := _layerdrop(recorder.model, path):

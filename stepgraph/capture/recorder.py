@@ -1,6 +1,6 @@
 """Where each node of the graph comes from (module path, phase, source line, region), and whose gradient it reduces.
 
-Nodes are attributed as the trace creates them, while module hooks keep the path of the module that is running.
+Nodes are attributed as the trace creates them, while calls of modules keep the path of the one that is running.
 A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
 number is noted when the forward operator runs and looked up when the node's backward does. The additions with
 which autograd sums several gradients of one tensor run after the node that produced the last of them, and keep its
@@ -155,22 +155,25 @@ class Recorder:
     @contextlib.contextmanager
     def watch_modules(self) -> Iterator[None]:
         """Keep the module path while the model's modules run."""
-        handles = []
-        for path, module in named_modules(self.model):
+        paths = {id(module): path for path, module in named_modules(self.model)}
+        run = nn.Module.__call__
 
-            def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
-                self.stack.append(path)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # No hooks: torch's transformer layers take another way where a module has one.
+            if (path := paths.get(id(module))) is None:
+                return run(module, *args, **kwargs)
+            self.stack.append(path)
+            made = run(module, *args, **kwargs)
+            # After a failure the stack stays, for the error message. Where the model itself catches the failure, the
+            # next module out clears what is left.
+            while self.stack.pop() != path:
+                pass
+            return made
 
-            # Not called when the forward fails: the stack then stays, for the error message. Where the model itself
-            # catches the failure, the next module out clears what is left.
-            def leave(_module: nn.Module, _args: Any, _output: Any, path: str = path) -> None:
-                while self.stack.pop() != path:
-                    pass
-
-            handles.append(module.register_forward_pre_hook(enter, prepend=True))
-            handles.append(module.register_forward_hook(leave))
         try:
             with (
+                compat.replaced(nn.Module, __call__=call),
+                compat.attention_as_in_eager(),
                 listening() as self._regions,
                 compat.watch_autocast() as casts,
                 autocast.Kept(casts),
@@ -181,8 +184,6 @@ class Recorder:
                 yield
         finally:
             self._regions = []
-            for handle in handles:
-                handle.remove()
 
     @contextlib.contextmanager
     def _in_checkpoint(self, same_random: bool, reentrant: bool) -> Iterator[compat.Again | None]:

@@ -400,6 +400,8 @@ class StepTrace:
             compat.checks_of_known_values(self._known.knows),
             compat.lists_of_fake_tensors(self._known.listed),
             checks.refusing_scalers(self.recorder),
+            checks.refusing_facts(self.recorder, tensors, flat, (where for where, _ in batch.values())),
+            checks.refusing_settings(self.recorder),
             refusing_seeds(self.recorder),
             conditions.collected() as self.conditions,
         ):

@@ -68,6 +68,7 @@ from stepgraph.compat.fake import (
     DataDependentOutputException,
     answer,
     checks_of_known_values,
+    facts_of_fake_tensors,
     failed_reads,
     fake_storage,
     fake_tensor,
@@ -97,6 +98,7 @@ from stepgraph.compat.repeated import RepeatedCalls
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (
     Again,
+    attention_as_in_eager,
     collector_off,
     constant_of_trace,
     current_sequence_nr,

@@ -125,6 +125,7 @@ def autocast_dtype(target: torch._ops.OpOverload, x: torch.Tensor) -> torch.dtyp
 
 def settings() -> dict[str, Any]:
     """Settings of torch for the whole process that a trace is specialized on."""
+    precision = torch._C._get_fp32_precision_getter("cuda", "matmul")
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.get_default_device()": torch.utils._device.CURRENT_DEVICE,
@@ -133,4 +134,12 @@ def settings() -> dict[str, Any]:
         "torch.backends.cuda.mem_efficient_sdp_enabled()": torch._C._get_mem_efficient_sdp_enabled(),
         "torch.backends.cuda.math_sdp_enabled()": torch._C._get_math_sdp_enabled(),
         "torch.backends.cuda.cudnn_sdp_enabled()": torch._C._get_cudnn_sdp_enabled(),
+        "torch.backends.cuda.matmul.fp32_precision": precision.replace("none", "ieee"),
+        "torch.get_autocast_dtype('cpu')": torch.get_autocast_dtype("cpu"),
+        "torch.get_autocast_dtype('cuda')": torch.get_autocast_dtype("cuda"),
+        "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled(),
+        "torch.backends.mha.get_fastpath_enabled()": torch.backends.mha.get_fastpath_enabled(),
+        "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled(),
+        "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled(),
+        "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic(),
     }

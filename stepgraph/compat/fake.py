@@ -69,6 +69,43 @@ def failed_reads(note: Callable[[Exception], None]) -> Iterator[None]:
         yield
 
 
+#: What Python may ask of a tensor besides its shape and values, which a fake tensor answers by what the trace did.
+_FACTS = ("_version", "_base", "grad")
+_FACTS_CALLED = ("_is_view", "is_set_to", "storage_offset")
+
+
+@contextlib.contextmanager
+def facts_of_fake_tensors(ask: Callable[[torch.Tensor, str, str], None]) -> Iterator[None]:
+    """Inside, ``ask(tensor, name, file)`` is called before code in ``file`` reads a fake tensor's version, view, place
+    in its memory or gradient, and before it assigns ``.grad`` or ``.data`` (``name`` then ends in " =")."""
+
+    def asked(name: str) -> property:
+        found = getattr(torch.Tensor, name)
+
+        def read(tensor: FakeTensor) -> Any:
+            ask(tensor, name, sys._getframe(1).f_code.co_filename)
+            return found.__get__(tensor)
+
+        def write(tensor: FakeTensor, value: Any) -> None:
+            ask(tensor, f"{name} =", sys._getframe(1).f_code.co_filename)
+            found.__set__(tensor, value)
+
+        return property(found.__get__ if name == "data" else read, write)
+
+    def called(name: str) -> Callable:
+        found = getattr(torch.Tensor, name)
+
+        def call(tensor: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+            ask(tensor, name, sys._getframe(1).f_code.co_filename)
+            return found(tensor, *args, **kwargs)
+
+        return call
+
+    facts = {name: asked(name) for name in (*_FACTS, "data")} | {name: called(name) for name in _FACTS_CALLED}
+    with replaced(FakeTensor, **facts):
+        yield
+
+
 def refuse_data_pointers(mode: FakeTensorMode) -> None:
     """Let ``.data_ptr()`` of the mode's tensors fail. By default it gives 0, which a kernel would write to."""
     mode._allow_unsafe_data_ptr_access = False

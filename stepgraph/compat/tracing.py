@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     PythonKeyTracer,
@@ -281,6 +281,23 @@ def intercept_checkpoint(
         "_is_compiling": lambda *_: False,
     }
     with replaced(torch_checkpoint, **hooks):
+        yield
+
+
+@contextlib.contextmanager
+def attention_as_in_eager() -> Iterator[None]:
+    """Inside, torch's attention and encoder layers without gradients call the operators that they call in eager, where
+    they ask whether they are traced, and whether a mode of the trace or a class of tensors takes over functions."""
+
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+    def is_overridden(given: Sequence[Any]) -> bool:
+        return any(isinstance(t, torch.Tensor) and type(t) not in plain for t in given)
+
+    with (
+        replaced(torch.nn.modules.activation, _is_make_fx_tracing=lambda: False),
+        replaced(torch.overrides, has_torch_function=is_overridden),
+    ):
         yield
 
 

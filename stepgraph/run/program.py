@@ -21,6 +21,7 @@ from stepgraph.kernels.comm.point_to_point import sent
 from stepgraph.kernels.comm.symmetric_sends import open_boxes
 from stepgraph.passes.compile.cuda_graph import record_apart
 from stepgraph.run.cuda_graph import GraphRunner, Shared
+from stepgraph.run.foreign import Checked, foreign_operators
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.results import Results
 from stepgraph.run.spans import Clock, Passed, RecordedClock, Spans, StreamClock, Waits
@@ -116,6 +117,7 @@ class ProgramRunner:
         #: Where the moments of a pipeline's calls are noted.
         self.device = shares and shares.placeholders(Loss)[0].meta["val"].device
         self._choose_runners()
+        self.unchecked = foreign_operators(program)
         self.waits = Waits()
         self.spans: Spans | None = None
         self.values = Values(program, self.waits)
@@ -158,12 +160,13 @@ class ProgramRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Results:
         """Run one step on the leaves of a batch."""
-        with torch.no_grad(), compat.below_autograd(), self.session:
+        checked = Checked(self.unchecked) if self.unchecked else contextlib.nullcontext()
+        with torch.no_grad(), compat.below_autograd(), self.session, checked:
             try:
                 for box in self.boxes:
                     open_boxes(self.session, *box)
                 results = self._calls(leaves) if self.whole is None or self.on_node else self.whole(leaves)
-                self.now = None
+                self.now, self.unchecked = None, {}
             except BaseException:  # what the step began would be taken for what the next one begins
                 self.session.forget(self.every_group)
                 self.values.clear()

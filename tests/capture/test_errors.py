@@ -398,6 +398,11 @@ def test_layer_drop_is_told_how_to_be_turned_off(monkeypatch):
     assert "set layerdrop = 0 of layers.1" in refuse(drop)
 
 
+def test_dynamic_rope_is_told_what_it_asks(monkeypatch):
+    monkeypatch.setattr(Inner, "rope_type", "dynamic", raising=False)
+    assert "longer than all before; a dynamic RoPE" in refuse(lambda self, x: x if x.max() > 3 else -x)
+
+
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand([]), lambda: torch.rand(1).item(), lambda: torch.empty(1).uniform_()]
 )

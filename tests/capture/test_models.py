@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 
 import pytest
 import torch
@@ -155,6 +156,26 @@ def test_transformer_encoder(check_training, dropout):
     model = nn.TransformerEncoder(layer, 1)
     batches = [{"x": torch.randn(4, 6, 16), "y": torch.randn(4, 6, 16)} for _ in range(2)]
     check_training(model, mse, batches, adamw, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_frozen_transformer_encoder(check_training, gradients):
+    """Without gradients torch's layers call one operator, unless they have hooks or think that they are traced."""
+    model = nn.ModuleDict({"student": nn.Linear(8, 8), "other": nn.MultiheadAttention(8, 2, batch_first=True).eval()})
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model["teacher"] = nn.TransformerEncoder(layer, 2).eval()
+    for name in ("teacher", "other"):
+        model[name].requires_grad_(False)
+
+    def loss_fn(model, batch):
+        with torch.set_grad_enabled(gradients):
+            wanted = model["teacher"](batch["x"])
+            wanted = wanted + model["other"](wanted, wanted, wanted, need_weights=False)[0]
+        return (model["student"](batch["x"]) - wanted).square().mean()
+
+    step = check_training(model, loss_fn, [{"x": torch.randn(2, 6, 8)} for _ in range(3)])
+    counts = Counter(str(node.target).split(".")[1] for node in step.graph.nodes() if "." in str(node.target))
+    assert counts["_transformer_encoder_layer_fwd"] == 2 and counts["_native_multi_head_attention"] == 1
 
 
 def test_convolutions_in_channels_last(check_training):

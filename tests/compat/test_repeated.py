@@ -68,11 +68,11 @@ def test_another_form_is_another_call(changed: str) -> None:
         if changed == "default dtype":
             ints = x.int()
             made = [ints / 2]
-            torch.set_default_dtype(torch.float64)
+            torch._C._set_default_dtype(torch.float64)
             try:
                 made.append(ints / 2)
             finally:
-                torch.set_default_dtype(torch.float32)
+                torch._C._set_default_dtype(torch.float32)
             assert [t.dtype for t in made] == [torch.float32, torch.float64]
         second = {"dtype": x.double(), "strides": x.t()}.get(changed, x) / (3.5 if changed == "number" else 2)
         assert second.dtype == (torch.float64 if changed == "dtype" else x.dtype)

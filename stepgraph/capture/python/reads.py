@@ -181,6 +181,7 @@ class Reads:
             self._classes[cls] = None
 
     def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
+        name = "__dict__" if name == "__getstate__" else name  # copies and pickle read it below attributes
         if of_modules and name == "__dict__":
             frame = sys._getframe(2)
             of_torch = not is_of_program(frame.f_code.co_filename)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.capture.python.places import counts
 from stepgraph.capture.recorder import Recorder, user_frame
 from stepgraph.errors import CaptureError
 from stepgraph.graph.facts import has_generator
@@ -21,6 +22,7 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import provenance
 
 _SEEDING = ("manual_seed", "seed", "set_rng_state")
+_SEEDING_GPUS = (*_SEEDING, "manual_seed_all", "seed_all", "set_rng_state_all")
 #: A seed that no model takes.
 _MARK = 0x5EED_0F_57E9
 
@@ -29,21 +31,43 @@ _FIX = "seed before the first step, or draw outside and pass the numbers in the 
 
 @contextlib.contextmanager
 def refusing_seeds(recorder: Recorder) -> Iterator[None]:
-    """Inside, `CaptureError` is raised for code that sets the state of torch's default generators, or reads their
-    seed."""
+    """Inside, `CaptureError` is raised for code that sets the state of torch's default generators, or reads it or their
+    seed. torch itself does so for a GPU, to give the ranks of a DTensor their parts."""
 
-    def refuse(verb: str, *_: Any, **__: Any) -> None:
+    def refuse(verb: str, given: Callable | None, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if given is not None and not counts(frame.f_code.co_filename):
+            return given(*args, **kwargs)
         path = recorder.stack[-1] if recorder.stack else ""
         raise CaptureError(
-            f"{path or 'the model'} ({user_frame(sys._getframe(1))}) {verb} of torch's random generator, which "
+            f"{path or 'the model'} ({user_frame(frame)}) {verb} of torch's random generator, which "
             f"a captured step would not do again; {_FIX}"
         )
 
-    names = dict.fromkeys(_SEEDING, partial(refuse, "sets the state")) | {
-        "initial_seed": partial(refuse, "reads the seed")
+    names = dict.fromkeys(_SEEDING, partial(refuse, "sets the state", None)) | {
+        "initial_seed": partial(refuse, "reads the seed", None),
+        "get_rng_state": partial(refuse, "reads the state", torch.get_rng_state),
     }
-    with compat.replaced_functions(torch, **names), compat.replaced_functions(torch.random, **names):
+    of_gpus = {name: partial(refuse, "sets the state", getattr(torch.cuda, name)) for name in _SEEDING_GPUS}
+    of_gpus |= {
+        name: partial(refuse, f"reads the {what}", getattr(torch.cuda, name))
+        for name, what in (("initial_seed", "seed"), ("get_rng_state", "state"))
+    }
+    with compat.without_modes():
+        before = torch.default_generator.get_state()
+    owners = (torch, names), (torch.random, names), (torch.cuda, of_gpus), (torch.cuda.random, of_gpus)
+    with contextlib.ExitStack() as inside:
+        for owner, replacements in owners:
+            inside.enter_context(compat.replaced_functions(owner, **replacements))
         yield
+    with compat.without_modes():
+        moved = not torch.equal(before, torch.default_generator.get_state())
+        torch.default_generator.set_state(before)
+    if moved:
+        raise CaptureError(
+            "forward or the loss sets the state of torch.default_generator by a method of it, which a captured step "
+            f"would not do again; {_FIX}"
+        )
 
 
 def _generators(program: StepProgram) -> list[torch.Generator]:

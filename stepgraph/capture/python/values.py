@@ -125,7 +125,8 @@ def is_slot(found: Any) -> bool:
 def elements(container: Any) -> list[Any]:
     """What a container holds, keys of mappings first, or what a reference refers to; a class of its own has no say."""
     if isinstance(container, dict):
-        return [*dict.keys(container), *dict.values(container)]
+        kind = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict  # has its own order
+        return [*kind.keys(container), *kind.values(container)]
     if isinstance(container, types.MappingProxyType):
         return [*container, *container.values()]
     if isinstance(container, _ITEMS):

@@ -180,11 +180,15 @@ class _Walk:
                 if names is None:
                     self._all_of(path, value)
                 else:
+                    held = values.held_by(value)
+                    if "__dict__" in names and held is not None:  # what it may get later is read too
+                        self.contents.append((held, values.elements(held)))
                     self._class(type(value), names)
                     self._parts(path, parts.parts_of_instance(value, names))
             case "function":
                 self.found[path] = ("is", value.__code__)
                 if is_of_program(value.__code__.co_filename):
+                    self.contents.append((vars(value), values.elements(vars(value))))
                     for name in ("__code__", "__defaults__", "__kwdefaults__"):
                         self._place(Part("", None, "attribute", value, name))
                 self._named |= parts.attributes_named(value)

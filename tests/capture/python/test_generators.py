@@ -43,6 +43,11 @@ def rewinds(x):
     return noise
 
 
+def seeds_gpus(x):
+    torch.cuda.manual_seed_all(3)
+    return torch.randn(6)
+
+
 def makes(x):
     return torch.randn(6, generator=torch.Generator().manual_seed(3))
 
@@ -57,7 +62,8 @@ def seeds_own(x):
 
 @pytest.mark.parametrize(
     "noise, message",
-    [(one, "sets the state of torch's random generator") for one in (seeds, forks, rewinds)]
+    [(one, "sets the state of torch's random generator") for one in (seeds, forks, seeds_gpus)]
+    + [(rewinds, "reads the state of torch's random generator")]
     + [(reads_the_seed, "reads the seed of torch's random generator")]
     + [(one, "draws from a torch.Generator that forward makes or seeds") for one in (makes, seeds_own)],
 )
@@ -69,6 +75,17 @@ def test_seeding_in_forward_is_refused(noise, message):
     assert "\n" not in str(caught.value)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(0)  # works again
+
+
+def test_the_default_generator_as_an_object():
+    def noise(x):
+        torch.default_generator.manual_seed(3)
+        return torch.randn(6)
+
+    model, before = Noisy(noise), torch.get_rng_state()
+    with pytest.raises(CaptureError, match=r"sets the state of torch\.default_generator by a method"):
+        stepgraph.capture(model, loss_fn, torch.ones(4, 6), passes="exact")
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_generator_of_the_model_is_drawn_from():

@@ -3,6 +3,7 @@
 import array
 import collections
 import contextvars
+import copy
 import dataclasses
 import enum
 import functools
@@ -48,6 +49,20 @@ class Slots:
 
     def __init__(self, scale):
         self.scale = scale
+
+
+class Stored:
+    """A descriptor that keeps its value in the object's dictionary, by another name."""
+
+    def __get__(self, owner, kind=None):
+        return owner.__dict__.get("_scale", 1.0)
+
+    def __set__(self, owner, value):
+        owner.__dict__["_scale"] = value
+
+
+class Describing:
+    scale = Stored()
 
 
 class Options:
@@ -724,6 +739,15 @@ def own(base):
 #: How an object is made, what a model's attribute ``kept`` is made of it (None: the object itself), what is read of
 #: that, and how the object changes.
 HELD = {
+    "order of a dictionary": (
+        lambda: collections.OrderedDict(a=1.0, b=2.0),
+        None,
+        lambda held: next(iter(held.values())),
+        lambda held: held.move_to_end("a"),
+    ),
+    "copy of an object": (lambda: Options(1.0), None, lambda held: copy.deepcopy(held).scale, to("scale")),
+    "new attribute of a function": (lambda: lambda: 0, None, lambda held: getattr(held, "scale", 1.0), to("scale")),
+    "behind a descriptor": (Describing, None, scale_of, to("scale")),
     "number in a parameter dict": (
         lambda: nn.ParameterDict({"a": torch.ones(())}),
         None,
@@ -890,6 +914,7 @@ UNSEEN |= {name: functools.partial(from_table, name) for name in [*HELD, *ENCLOS
 USUAL = {
     *("context variable", "state of a hook", "parameter added", "value of a tensor", "forward of a class"),
     *("whole environment", "buffer that was none", "new attribute of a parameter", "attribute through the dict"),
+    *("order of a dictionary", "copy of an object", "new attribute of a function", "behind a descriptor"),
     *("missing of a namespace", "object made in the trace", "number in a parameter dict"),
 }
 assert set(UNSEEN) >= USUAL
