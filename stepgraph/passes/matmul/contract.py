@@ -38,7 +38,7 @@ def contract_products(step: StepGraph, options: object, report: PassReport) -> N
         report.matched += 1
         if len(product.users) > 1 or (sum_ := _contraction(node, product)) is None:
             continue
-        replace(node, sum_(Builder(product, node, before=node)))
+        replace(node, sum_(Builder(product, node, before=product)))  # a factor may be written after it
         erase_unread(product)
         report.changed += 1
         saved += product.meta["val"].numel()
@@ -52,7 +52,7 @@ class _Contraction:
     that each factor has and is not broadcast along; dimensions of one element are nowhere."""
 
     def __init__(self, node: fx.Node, factors: tuple[fx.Node, fx.Node], held: list[set[int]], summed: set[int]):
-        self.node, self.factors, self.held = node, factors, held
+        self.node, self.factors, self.held, self.summed = node, factors, held, summed
         self.sizes = node.args[0].meta["val"].shape
         left, right = held
         self.batch, self.inner = sorted((left & right) - summed), sorted(left & right & summed)
@@ -66,8 +66,15 @@ class _Contraction:
         right = self._matrices(build, 1, self.batch, self.inner, self.columns)
         order = [*self.batch, *self.rows, *self.columns]
         result = build.view(build(aten.bmm.default, left, right), torch.Size(self.sizes[d] for d in order))
-        result = _in_order(build, result, sorted(range(len(order)), key=order.__getitem__))
-        return build.view(result, self.node.meta["val"].shape)
+        # In memory as the sum lies: views of it may be read. Then dimensions of one element return.
+        wanted, keepdim = self.node.meta["val"], len(self.node.args) > 2 and self.node.args[2]
+        there = [d for d in range(len(self.sizes)) if keepdim or d not in self.summed]
+        memory = sorted(order, key=lambda d: -wanted.stride(there.index(d)))
+        result = _in_order(build, result, [order.index(d) for d in memory])
+        result = _permuted(build, result, [memory.index(d) for d in sorted(order)])
+        for i, d in enumerate(there):
+            result = result if d in order else build(aten.unsqueeze.default, result, i)
+        return result
 
     def _matrices(self, build: Builder, which: int, *dims: list[int]) -> fx.Node:
         """A factor as three dimensions, each of ``dims`` together, summed over those that it alone has."""
@@ -83,9 +90,13 @@ class _Contraction:
         return build.view(_in_order(build, x, [held.index(d) for d in order]), torch.Size(map(self.count, dims)))
 
 
+def _permuted(build: Builder, x: fx.Node, order: list[int]) -> fx.Node:
+    return x if order == sorted(order) else build(aten.permute.default, x, order)
+
+
 def _in_order(build: Builder, x: fx.Node, order: list[int]) -> fx.Node:
     """``x`` with its dimensions in this order, contiguous."""
-    x = x if order == sorted(order) else build(aten.permute.default, x, order)
+    x = _permuted(build, x, order)
     return x if x.meta["val"].is_contiguous() else build(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 

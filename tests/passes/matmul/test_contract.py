@@ -22,6 +22,9 @@ TAKEN = {
     "one_alone": lambda x, y: (x[:, :, :, None] * y[:, :, None, :, :1]).sum((0, -1)),
     "fewer_dimensions": lambda x, y: (x[..., None, :] * y[0, 0]).sum(-1),
     "orders": lambda x, y: (y[:, :, :, None].transpose(0, 1) * x[:, :, None].transpose(0, 1)).sum(4),
+    "views_of_the_sum": lambda x, y: (
+        (y.permute(3, 2, 0, 1)[:, :, None] * x.permute(3, 2, 0, 1)[:, None]).sum(0).permute(2, 3, 0, 1).view(A * B, -1)
+    ),
     "no_batch": lambda x, y: (x[0, 0][:, None] * y[0, 0]).sum(-1),
 }
 LEFT = {
