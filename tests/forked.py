@@ -3,7 +3,7 @@ what a program does and not how it starts: an import takes five processor-second
 
 It takes ``[-u] -m MODULE ...`` and ``[-u] FILE ...``, and gives streams, folder, arguments, environment, signals, and
 exit status as a real one does. torch and Triton read some variables when they are imported: a program whose environment
-has others than the fork's is refused.
+has others than the fork's is one of a real python.
 """
 
 import atexit
@@ -54,11 +54,18 @@ def python() -> str:
             server = multiprocessing.get_context("forkserver").Process(target=_serve, args=(door,))
             server.start()
         atexit.register(server.terminate)
-        _served.extend([str(path), folder])
+        _served.extend([str(path), folder, server.pid])
     return _served[0]
 
 
-_served: list = []  # the path, and the folder that lives as long as this process
+_served: list = []  # the path, the folder that lives as long as this process, and the server's number
+
+
+def environment() -> dict[str, str]:
+    """The environment that the fork has: other tests may have changed that of this process since."""
+    python()
+    pairs = Path(f"/proc/{_served[2]}/environ").read_text().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if pair)
 
 
 def _serve(door: socket.socket) -> None:
@@ -77,6 +84,9 @@ def _attend(client: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     size, streams, *_ = socket.recv_fds(client, 4, 3)
     request = json.loads(client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL))
+    if any(not name.startswith(FREE) for name, _ in request[1].items() ^ os.environ.items()):
+        client.sendall(bytes(4))
+        os._exit(0)
     if (program := os.fork()) == 0:
         client.close()
         for number, stream in enumerate(streams):
@@ -100,9 +110,6 @@ def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
     status = 0
     try:
-        names = {name for name, _ in environment.items() ^ os.environ.items() if not name.startswith(FREE)}
-        if names:
-            sys.exit(f"{sorted(names)} are not those of the process that is forked: start a real python")
         tempfile.tempdir = None  # asked for again
         os.chdir(folder)
         os.environ.clear()

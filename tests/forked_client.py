@@ -1,4 +1,5 @@
-"""The ``python`` of `tests.forked`: hands all it was given to the process that forks, and ends as the fork did."""
+"""The ``python`` of `tests.forked`: hands all it was given to the process that forks, and ends as the fork did; or
+becomes a real one, where that process cannot stand for it."""
 
 import json
 import os
@@ -12,6 +13,9 @@ request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()]).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
 program = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
+if not program:
+    server.close()
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: os.kill(program, number))
 answer = server.recv(4, socket.MSG_WAITALL)
