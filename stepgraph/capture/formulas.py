@@ -8,6 +8,7 @@ eigenvalues that need no gradient eager computes alone, by another algorithm; a 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,51 +130,40 @@ def _without_each(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor
     return grad * (before * behind).conj()
 
 
-def _masked_fill(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = dict(zip(("self", "mask", "value"), args, strict=False)) | kwargs
-    mask, value = given.get("mask"), given.get("value")
-    if not isinstance(value, torch.Tensor) or not value.requires_grad or compat.is_traceable_wrapper_subclass(value):
-        return func(*args, **kwargs)
-    return _FilledBy.apply(func(given["self"], mask, value.detach()), mask, value)
-
-
-class _FilledBy(torch.autograd.Function):
-    """``filled``, in which ``value`` stands where ``mask`` is true."""
+class _Written(torch.autograd.Function):
+    """``filled``, into which ``value`` was written where ``mask`` is true."""
 
     @staticmethod
     def forward(ctx: Any, filled: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(filled)
         ctx.save_for_backward(mask)
-        ctx.dtype = value.dtype
+        ctx.shape, ctx.dtype = value.shape, value.dtype
         return filled
 
+    @classmethod
+    def by_mask(cls, name: str, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``func(self, mask, value)``; ``name``: of the value."""
+        given = dict(zip(("self", "mask", name), args, strict=False)) | kwargs
+        mask, value = given.get("mask"), given.get(name)
+        if (
+            not isinstance(value, torch.Tensor)
+            or not value.requires_grad
+            or compat.is_traceable_wrapper_subclass(value)
+        ):
+            return func(*args, **kwargs)
+        return cls.apply(func(given["self"], mask, value.detach()), mask, value)
+
+
+class _FilledBy(_Written):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
         (mask,) = ctx.saved_tensors
         return grad, None, masked_sum(grad, mask).to(ctx.dtype)
 
 
-def _masked_scatter(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = dict(zip(("self", "mask", "source"), args, strict=False)) | kwargs
-    mask, source = given.get("mask"), given.get("source")
-    if not isinstance(source, torch.Tensor) or not source.requires_grad or compat.is_traceable_wrapper_subclass(source):
-        return func(*args, **kwargs)
-    return _ScatteredFrom.apply(func(given["self"], mask, source.detach()), mask, source)
-
-
-class _ScatteredFrom(torch.autograd.Function):
-    """``filled``, where elements of ``source`` in order stand where ``mask`` is true.
-
-    torch's backward selects by the mask, for which the host reads their number; here the same elements go to the same
-    places by an index, and what no mask selects to one place behind them.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, filled: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(filled)
-        ctx.save_for_backward(mask)
-        ctx.shape = source.shape
-        return filled
+class _ScatteredFrom(_Written):
+    """torch's backward selects by the mask, for which the host reads their number; here the same elements go to the
+    same places by an index, and what no mask selects to one place behind them."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
@@ -223,6 +213,11 @@ class _PutBy(torch.autograd.Function):
 _SPECIAL = {
     **dict.fromkeys((torch.prod, torch.Tensor.prod), _prod),
     **dict.fromkeys((torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put, torch.Tensor.index_put), _put),
-    **dict.fromkeys((torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), _masked_fill),
-    **dict.fromkeys((torch.masked_scatter, torch.Tensor.masked_scatter, torch.Tensor.masked_scatter_), _masked_scatter),
+    **dict.fromkeys(
+        (torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), partial(_FilledBy.by_mask, "value")
+    ),
+    **dict.fromkeys(
+        (torch.masked_scatter, torch.Tensor.masked_scatter, torch.Tensor.masked_scatter_),
+        partial(_ScatteredFrom.by_mask, "source"),
+    ),
 }
