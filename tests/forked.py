@@ -3,7 +3,7 @@ what a program does and not how it starts: an import takes five processor-second
 
 It takes ``[-u] -m MODULE ...`` and ``[-u] FILE ...``, and gives streams, folder, arguments, environment, signals, and
 exit status as a real one does. torch and Triton read some variables when they are imported: a program whose environment
-has others than the fork's is one of a real python.
+sets others than the server's runs in a real Python.
 """
 
 import atexit

@@ -1,5 +1,5 @@
-"""The ``python`` of `tests.forked`: hands all it was given to the process that forks, and ends as the fork did; or
-becomes a real one, where that process cannot stand for it."""
+"""The ``python`` of `tests.forked`: passes its arguments, streams and environment to the server, which forks, and exits
+as the fork did. Where the server refuses the environment, it executes a real Python instead."""
 
 import json
 import os

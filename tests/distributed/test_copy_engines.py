@@ -168,7 +168,7 @@ def _beside_muon():
         model, next_token_loss(mesh), own_batch(mesh, 0), own, max_grad_norm=0.5, passes=[*BEFORE, "copy_engines"]
     )
     assert report(step).changed == 0 < report(step).matched
-    assert any("the step has all_to_all_single by NCCL" in note for note in report(step).notes)
+    assert any("the step has an NCCL all_to_all_single" in note for note in report(step).notes)
 
 
 def _replaced_and_left():

@@ -16,7 +16,7 @@ PARTS = 4
 
 
 class Forbidden(TorchDispatchMode):
-    """Collects operators that wait, besides those that copy to or from the host and those whose tags say so."""
+    """Collects operators that synchronize, except copies to and from the host and operators whose tags say so."""
 
     def __init__(self):
         super().__init__()

@@ -54,13 +54,13 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
     report.matched = len(found)
     before = exposed(step.graph)
     left: Counter[str] = Counter()
-    # Muon's exchanges over the ranks of two H200s: with both, the second step of llama3-1b did not end.
-    swaps = any(n.target is collectives.ALL_TO_ALL for n in step.graph.nodes)
-    beside = "the step has all_to_all_single by NCCL, and both together may not end" if swaps else None
+    # On two H200s llama3-1b with Muon, whose exchanges are such collectives, hung in its second step.
+    has_all_to_all = any(n.target is collectives.ALL_TO_ALL for n in step.graph.nodes)
+    hangs = "the step has an NCCL all_to_all_single, and together they may hang" if has_all_to_all else None
     kept: dict[tuple, list[Collective]] = defaultdict(list)
     for c in sorted(found, key=lambda c: c.node):
         group = kept[c.node.target, collectives.group_of(c.node)]
-        reason = spans_machines(collectives.group_of(c.node), options.ranks_per_machine) or _unfit(c.node) or beside
+        reason = spans_machines(collectives.group_of(c.node), options.ranks_per_machine) or _unfit(c.node) or hangs
         if not reason and group and c.wait < group[-1].wait:
             reason = "waited for before one that begins earlier"
         if reason:

@@ -77,7 +77,8 @@ class _Contraction:
         return result
 
     def _matrices(self, build: Builder, which: int, *dims: list[int]) -> fx.Node:
-        """A factor as three dimensions, each of ``dims`` together, summed over those that it alone has."""
+        """One factor as a batch of matrices: each list of ``dims`` is flattened to one dimension. Dimensions that only
+        this factor has, and that the result lacks, are summed first."""
         x, held = self.factors[which], sorted(self.held[which])
         absent = len(self.sizes) - x.meta["val"].ndim
         for d in reversed(range(x.meta["val"].ndim)):
