@@ -4,6 +4,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -307,6 +308,30 @@ def test_a_replay_may_take_as_long_as_the_first_step(clock, monkeypatch):
         assert not ended
         clock.moves_during(_stands_still, 4)
     assert ended
+
+
+@pytest.mark.parametrize(("quiet_s", "look_s"), [(0.0, 5.0), (4.0, 0.05)])
+def test_a_rank_in_the_same_step_is_named_where_no_other_is(quiet_s, look_s, clock, monkeypatch):
+    """Whether it is known to be silent, as one that was stopped a moment ago, or goes on reporting."""
+    store, ended = dist.HashStore(), []
+    monkeypatch.setattr(parallel, "job_store", lambda: store)
+    monkeypatch.setattr(watch, "report", lambda error: None)
+    monkeypatch.setattr(watch, "_LOOK_S", look_s)
+    with watch.Watch(0, 3, "cpu", 8.0, 60.0, ended.append) as watched:
+        monkeypatch.setattr(watch.os, "_exit", lambda status: watched._done.set())
+        watched.timed(0.1)
+        watched.launches(5)
+
+        def beats():
+            for rank in (1, 2):
+                if rank == 2 or clock.now < 100 + 8 - quiet_s:
+                    store.set(f"rank-{rank}", json.dumps([clock.now, "step 5", "b", 7 + rank, 0]))
+
+        clock.moves_during(_stands_still, 9, beats)
+    (said,) = ended
+    assert said.startswith("step 5 made no progress for 8 s (--comm-timeout 8, and the slowest step took 0.1 s): ")
+    named = re.findall(r"rank (\d) \(b, pid \d\) (was|is) in step 5", said)
+    assert sorted(named) == ([("1", "was")] if quiet_s else [("1", "is"), ("2", "is")])
 
 
 def _wait_in_vain(rank, folder):

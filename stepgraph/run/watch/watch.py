@@ -300,8 +300,8 @@ class Watch:
                 self._store.set(key(self.rank), json.dumps(beat))
 
     def _others(self, place: _Place, everyone: bool) -> list[str]:
-        """Where the other ranks are that are silent, or not where this one is, or with ``everyone`` all; the longest
-        silent first. Each rank reports how long the next one has been silent."""
+        """Where the other ranks are that are silent, or not where this one is, or with ``everyone``, or where none is,
+        all; the longest silent first. Each rank reports how long the next one has been silent."""
         if self._store is None:
             return []
         beats: dict[int, list] = {}
@@ -313,15 +313,17 @@ class Watch:
             return ["the agent's store does not answer"]
         silent_s = {(rank + 1) % self.world: beat[4] for rank, beat in beats.items()}
         silent_s[(self.rank + 1) % self.world] = time.monotonic() - self._heard[1]
-        found = []
+        found, along = [], []
         for rank in set(range(self.world)) - {self.rank}:
             silent = silent_s.get(rank, 0.0)
             if rank not in beats:
                 found.append((silent, f"rank {rank} has not reported since the start"))
                 continue
             _, what, host, pid, _ = beats[rank]
-            when = f"was in {what} {silent:.0f} s ago" if silent > _LOOK_S + 2 * _POLL_S else f"is in {what}"
-            if everyone or silent > _SILENT_S or what.partition(",")[0] != place.what:
-                found.append((silent, f"rank {rank} ({host}, pid {pid}) {when}"))
-        more = [f"and {len(found) - _NAMED} other ranks"] if len(found) > _NAMED else []
-        return [text for _, text in sorted(found, reverse=True)[:_NAMED]] + more
+            late = silent > _LOOK_S + 2 * _POLL_S
+            when = f"was in {what} {silent:.0f} s ago" if late else f"is in {what}"
+            text = f"rank {rank} ({host}, pid {pid}) {when}"
+            (found if everyone or late or what.partition(",")[0] != place.what else along).append((silent, text))
+        named = sorted(found or along, reverse=True)
+        more = [f"and {len(named) - _NAMED} other ranks"] if len(named) > _NAMED else []
+        return [text for _, text in named[:_NAMED]] + more
