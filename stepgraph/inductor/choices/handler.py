@@ -71,7 +71,7 @@ class Choices(parts.InductorChoices):
 
 def inner_tile(tuning: Tuning, features: Any, groups: list[Any]) -> Tile | None:
     """Tile of whole rows for a kernel that reduces along contiguous rows alone; None leaves it to Inductor."""
-    if not features.is_reduction() or features.get_reduction_hint() != parts.ReductionHint.INNER:
+    if not features.is_reduction() or not _along_rows(features):
         return None
     if [set(group) for group in groups] != [{"x", "r0_"}] or any(map(features.contains_op, ("scan", "sort"))):
         return None
@@ -79,3 +79,15 @@ def inner_tile(tuning: Tuning, features: Any, groups: list[Any]) -> Tile | None:
         return None
     rows, columns = int(features.numel), int(features.reduction_numel)
     return tuning.inner_tile(rows, columns, loads_of(list(features.scheduler_nodes()), rows, columns, 0))
+
+
+def _along_rows(features: Any) -> bool:
+    """Inductor takes a kernel for an inner reduction only where each read and write of its reductions is contiguous:
+    not where one reads a value per sequence, as a modulated norm does, nor where results of rows are padded, as
+    those of 1,500 tokens."""
+    hint = features.get_reduction_hint()
+    if hint != parts.ReductionHint.DEFAULT or features.has_non_contiguous_pw_in_reduction_kernel():
+        return hint == parts.ReductionHint.INNER
+    reads = [dep for node in features.reduction_nodes() for dep in node.read_writes.reads]
+    memory = all(isinstance(dep, parts.MemoryDep) for dep in reads)
+    return memory and all(dep.is_contiguous() or dep.stride1_for_last_dim(False) for dep in reads)

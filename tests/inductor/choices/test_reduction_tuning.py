@@ -1,5 +1,7 @@
 """Tuned reductions: what they change in the code that Inductor generates, and that it still compiles without spills."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -168,6 +170,38 @@ def test_forward_reads_its_rows_once(codegen, norm, kind):
     assert loads_of_x(codegen.generate(graph, backward=False)) == 2
     with codegen.rules(tuned_reductions()):
         assert loads_of_x(codegen.generate(graph, backward=False)) == 1
+
+
+def modulated(x, branch, table):
+    shift, scale, gate = table.unsqueeze(1).chunk(3, dim=2)
+    return F.layer_norm(x + gate * branch, x.shape[-1:]) * (1 + scale) + shift
+
+
+def padded(x, branch, weight, bias):
+    """What a row gives is kept with 1,504 values per sequence."""
+    return F.layer_norm(x + branch, x.shape[-1:], weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (modulated, [(64, 256, 1024), (64, 256, 1024), (64, 3072)]),
+        (padded, [(16, 1500, 768), (16, 1500, 768), (768,), (768,)]),
+    ],
+)
+def test_what_is_read_per_sequence_leaves_rows_whole(codegen, function, shapes, tmp_path, capsys):
+    """No kernel reads its rows twice, or stores what it computed of them; sums of sequences stay Inductor's."""
+    graphs = codegen.trace(function, *[(shape, BF16) for shape in shapes])
+    with codegen.rules(tuned_reductions()):
+        generated = [codegen.generate(graphs[way], way == "backward") for way in ("forward", "backward")]
+    found = [kernel for each in generated for kernel in each.kernels if "tl.sum(" in kernel.source]
+    along = [kernel for kernel in found if f"xnumel = {math.prod(shapes[0][:-1])}\n" in kernel.source]
+    assert len(along) == 2 and len(found) <= 3
+    for kernel in along:
+        assert kernel.mixed or (
+            "tl.range(" not in kernel.source and launch(kernel, tmp_path).keys() == {"XBLOCK", "warps"}
+        )
+        assert kernel.spilled_bytes(tmp_path, capsys) == 0
 
 
 def test_few_rows_are_fused_too_and_small_ones_are_not(codegen, norm):
