@@ -26,7 +26,7 @@ from stepgraph.graph.partition import needs_host
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph, name_of, type_of
 from stepgraph.graph.values import Value
-from stepgraph.inductor.regional import nodes_of, region_of
+from stepgraph.inductor.pieces import nodes_of, region_of
 
 PHASES = ("forward", "loss", "backward", "optimizer", "input", "output", "unattributed")
 #: What a node's time is spent on.
