@@ -29,7 +29,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from stepgraph.config.environment import environment
-from stepgraph.train.data import open_data, open_loader
+from stepgraph.train.data import PackedLoader, open_data
 
 ROOT = Path(__file__).parents[1]
 SIZES = {"dim": 64, "n-layers": 2, "n-heads": 4, "n-kv-heads": 2, "ffn-dim": 128}
@@ -95,7 +95,7 @@ def paced(name: str, data: str, tokenizer: str, cache: Path) -> dict[str, Any]:
     start = time.perf_counter()
     tokens = sum(map(len, bundle.tokenizer.encode_batch(texts)))
     rate = tokens / (time.perf_counter() - start)
-    loader = open_loader(bundle.source, bundle.tokenizer, batch_size=BATCH, seq_len=SEQ_LEN, cache=cache)
+    loader = PackedLoader(bundle.source, bundle.tokenizer, batch_size=BATCH, seq_len=SEQ_LEN, cache=cache)
     each = BATCH * SEQ_LEN / TOKENS_PER_S
     waits, due = [], time.perf_counter()
     for _ in range(round(SECONDS / each)):

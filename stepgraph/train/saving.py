@@ -11,8 +11,7 @@ from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.background import BackgroundSaves
-from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_states, resolve
-from stepgraph.train.data import joined_states
+from stepgraph.train.checkpoint.checkpointer import Checkpointer, loader_state, resolve
 
 
 class Saving:
@@ -38,7 +37,7 @@ class Saving:
             self.checkpointer.load(path, state)
         else:
             self.checkpointer.load(path, {k: v for k, v in state.items() if k != "loader"}, rng=False)
-            self.ranks.each(lambda: state["loader"].load_state_dict(joined_states(loader_states(path))))
+            self.ranks.each(lambda: state["loader"].load_state_dict(loader_state(path)))
         if not {"step", "tokens"} <= state["trainer"].keys():
             raise ValueError(f"checkpoint {path} lacks the steps and tokens of its run; use an earlier one")
         for group, given in zip(build.param_groups(state["optimizer"]), options, strict=True):

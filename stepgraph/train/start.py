@@ -28,7 +28,6 @@ from stepgraph.train.data import (
     Part,
     default_folder,
     open_data,
-    open_loader,
     open_validation,
     require_one_kind,
     validation_batches,
@@ -141,7 +140,7 @@ def open_batches(
     sizes |= {"seed": config.seed, "cache": config.data_cache or default_folder()}
     if data.parts:
         return MixedLoader(list(data.parts), data.tokenizer, **sizes), validation
-    return open_loader(data.source, data.tokenizer, **sizes), validation
+    return PackedLoader(data.source, data.tokenizer, **sizes), validation
 
 
 def with_steps_of_epochs(config: TrainConfig, loader: Loader) -> tuple[TrainConfig, str]:
@@ -152,10 +151,8 @@ def with_steps_of_epochs(config: TrainConfig, loader: Loader) -> tuple[TrainConf
     """
     if config.epochs is None:
         return config, ""
-    if not isinstance(loader, PackedLoader):
-        mixed, why = isinstance(loader, MixedLoader), "the rows of a stream are not known before its end"
-        why = "each source of a mixture has epochs of its own" if mixed else why
-        raise ValueError(f"epochs={config.epochs:g}, but {why}: give --steps")
+    if isinstance(loader, MixedLoader):
+        raise ValueError(f"epochs={config.epochs:g}, but each source of a mixture has epochs of its own: give --steps")
     rows, per_step = loader.rows_of_an_epoch(), config.tokens_per_step // config.seq_len
     steps = math.ceil(config.epochs * rows / per_step)
     shorter = config.warmup_steps >= steps and config.warmup_steps == _preset_of(config).warmup_steps

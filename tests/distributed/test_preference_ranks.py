@@ -15,7 +15,7 @@ from stepgraph.capture.python import metrics
 from stepgraph.cli import parse_train
 from stepgraph.config import build
 from stepgraph.graph.values import Gradient
-from stepgraph.train.data import open_data, open_loader
+from stepgraph.train.data import PackedLoader, open_data
 from stepgraph.train.start import with_document_mask
 from tests.distributed.hf_ranks import close
 from tests.distributed.ranks import make_mesh, on_ranks
@@ -73,7 +73,7 @@ def _step(words, mesh):
     path, ranks = words[words.index("--data") + 1], dist.get_world_size()
     data = open_data(path, path.replace("pairs.jsonl", "base/tokenizer.json"), "chosen,rejected", 128)
     sizes = dict(batch_size=1, seq_len=128, positions=True, seed=0, world_size=ranks)
-    loaders = [open_loader(data.source, data.tokenizer, rank=rank, **sizes) for rank in range(ranks)]
+    loaders = [PackedLoader(data.source, data.tokenizer, rank=rank, **sizes) for rank in range(ranks)]
     steps = [[next(loader) for loader in loaders] for _ in range(3)]
     assert len({float(batch["pairs_per_row"]) for batches in steps for batch in batches}) > 1
     whole = [

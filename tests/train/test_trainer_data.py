@@ -42,7 +42,7 @@ def test_a_mixture_goes_on_bitwise_and_each_part_has_its_validation_loss(trainer
 
 
 def test_a_streamed_data_set_goes_on_bitwise(trainer, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("stepgraph.train.data.streamed_loader.BUFFER_TOKENS", 4096)
+    monkeypatch.setattr("stepgraph.train.data.loader.BUFFER_TOKENS", 4096)
     folder = tmp_path / "set"
     folder.mkdir()
     for number, text in enumerate(trainer.corpus.read_text().split("<|endoftext|>")[:4]):
@@ -51,15 +51,15 @@ def test_a_streamed_data_set_goes_on_bitwise(trainer, tmp_path, monkeypatch, cap
     assert trainer.here(*WORDS, "--data", f"hf-stream:{folder}", "--out", tmp_path / "whole") == 0
     said = capsys.readouterr().out
     assert f"data hf-stream:{folder}: 4 files, read during the run" in said
-    assert "tokens: read during the run, 4 files in parallel, rows shuffled in buffers of 4,096 tokens" in said
     losses, (tensors, texts) = trainer.metrics(tmp_path / "whole", "loss"), trainer.saved(tmp_path / "whole", 6)
     assert trainer.resume(tmp_path / "whole/checkpoints/step-00000003") == 0
     assert trainer.metrics(tmp_path / "whole", "loss") == losses
     again, others = trainer.saved(tmp_path / "whole", 6)
     assert all(torch.equal(tensor, again[name]) for name, tensor in tensors.items()) and texts == others
-    assert texts[1]["loader"]["rows"] == 24
+    assert texts[1]["loader"]["row"] == 24
 
-    (folder / "train-1.jsonl").write_text('{"text": "other"}\n' * 400)
+    for number in range(4):
+        (folder / f"train-{number}.jsonl").write_text('{"text": "other"}\n' * 400)
     assert trainer.resume(tmp_path / "whole/checkpoints/step-00000003", "--steps", 9) == 2
     assert "the documents of --data changed since the data position was saved" in capsys.readouterr().err
 

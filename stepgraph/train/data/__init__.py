@@ -8,11 +8,10 @@ from stepgraph.train.data.loader import Batch, PackedLoader, entropy, unigram, u
 from stepgraph.train.data.mixture import MixedLoader, describe_mixture
 from stepgraph.train.data.several import Part, open_parts, open_validation, require_one_kind
 from stepgraph.train.data.sources import Corpus, Source
-from stepgraph.train.data.streamed_loader import StreamedLoader, joined_states, open_loader
 from stepgraph.train.data.token_cache import default_folder
 from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 
-Loader = PackedLoader | MixedLoader | StreamedLoader
+Loader = PackedLoader | MixedLoader
 
 
 @dataclass(frozen=True)

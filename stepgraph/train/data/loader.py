@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stepgraph.models.loss import IGNORE
-from stepgraph.train.data.sources import Corpus, Source
+from stepgraph.train.data.sources import Corpus
 from stepgraph.train.data.split import hash64, shuffled
 from stepgraph.train.data.stream import begun, inputs_and_targets, positions_in_documents, stream_of
 from stepgraph.train.data.token_cache import TokenCache
@@ -39,7 +39,7 @@ class PackedLoader:
 
     def __init__(
         self,
-        source: Source,
+        source: Corpus,
         tokenizer: Tokenizer,
         *,
         batch_size: int,
@@ -117,11 +117,10 @@ class PackedLoader:
         needed = (row // self._buffer + 1) * self._buffer * self._seq_len + 1
         if not self._whole and self._there < needed:
             self._there, self._whole = self.tokens.wait(needed)
-            if self._whole and self._there < 2:  # of conversations only: text has an end, and one before it
-                raise ValueError(
-                    f"{self._name} has nothing to train on: no message of the role assistant is in the first "
-                    f"{self._seq_len} tokens of a conversation: give others or a larger seq_len"
-                )
+            if self._whole and self._there < 2:
+                said = f"no message of the role assistant is in the first {self._seq_len} tokens of a conversation"
+                why = f"{said}: give others or a larger seq_len" if self._source.chat else "it has no text: give more"
+                raise ValueError(f"{self._name} has nothing to train on: {why}")
         return -(-(self._there - 1) // self._seq_len) if self._whole else None
 
     def _read(self, epoch: int, row: int, read: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:

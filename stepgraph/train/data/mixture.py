@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from stepgraph.train.data.loader import Batch, to_batch
+from stepgraph.train.data.loader import Batch, PackedLoader, to_batch
 from stepgraph.train.data.several import Part
-from stepgraph.train.data.streamed_loader import StreamedLoader, open_loader
 from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
@@ -39,7 +38,7 @@ class MixedLoader:
         self._parts, self._batch_size, self._rank, self._world_size = parts, batch_size, rank, world_size
         self._shares = np.array([part.share for part in parts])
         self._loaders = [
-            open_loader(
+            PackedLoader(
                 part.source, tokenizer, batch_size=1, seq_len=seq_len, seed=seed, cache=cache, positions=positions
             )
             for part in parts
@@ -110,9 +109,9 @@ class MixedLoader:
 
 
 class Caches:
-    """The token caches of a mixture, and what is read without one, as one."""
+    """The token caches of a mixture as one."""
 
-    def __init__(self, caches: list[TokenCache | StreamedLoader]):
+    def __init__(self, caches: list[TokenCache]):
         self._caches = caches
 
     def start(self, say: Callable[[str], None] | None = None) -> None:

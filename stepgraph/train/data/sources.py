@@ -31,6 +31,7 @@ class Corpus(ABC):
         chat: a document is a conversation, the JSON of a list of messages.
         most_sampled: tokens at most of which a statistic of all is taken.
         field: the field that holds the documents, where the data has several; empty for other data.
+        blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Corpus(ABC):
     most_sampled = 20_000_000
     field = ""
     fingerprint: str
+    blocks: np.ndarray | None = None
 
     @property
     def pairs(self) -> bool:
@@ -52,6 +54,20 @@ class Corpus(ABC):
     @abstractmethod
     def only_validation(self) -> None:
         """From now on all documents are for validation."""
+
+    @abstractmethod
+    def documents(self, split: str) -> np.ndarray:
+        """The indices of split "train" or "val", ascending: of documents, or of files of several."""
+
+    @abstractmethod
+    def following(self, documents: np.ndarray, first: int, row: int) -> Iterator[tuple[bytes, int, int]]:
+        """The training texts of the indices ``documents`` from place ``first`` on, of that one from its ``row`` on;
+        each with the place and the row of the next. Raises ValueError, naming the place, for what is not text."""
+
+    def order(self, documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """``documents`` in the shuffled order of ``(seed, epoch)``, the same on every machine."""
+        blocks = None if self.blocks is None else self.blocks[documents]
+        return shuffled(documents, hash64(f"{seed}/{epoch}"), blocks)
 
     @abstractmethod
     def describe(self) -> str:
@@ -68,13 +84,11 @@ class Source(Corpus):
     Attributes:
         size: bytes of the whole, for messages.
         train, val: document indices, int64; disjoint, together all documents, neither empty.
-        blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
     """
 
     size: int
     train: np.ndarray
     val: np.ndarray
-    blocks: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.train) + len(self.val)
@@ -88,7 +102,6 @@ class Source(Corpus):
         return b""
 
     def documents(self, split: str) -> np.ndarray:
-        """The document indices of split "train" or "val", ascending."""
         if split not in SPLITS:
             raise unknown_name("split", split, SPLITS)
         return self.train if split == "train" else self.val
@@ -97,13 +110,12 @@ class Source(Corpus):
         documents = np.concatenate([self.train, self.val]) if split is None else self.documents(split)
         return (self.read(int(index)) for index in self.order(documents, 0, 0))
 
+    def following(self, documents: np.ndarray, first: int, row: int) -> Iterator[tuple[bytes, int, int]]:
+        for place in range(first, len(documents)):
+            yield self.read(int(documents[place])), place + 1, 0
+
     def only_validation(self) -> None:
         self.val = np.sort(np.concatenate([self.train, self.val]))
-
-    def order(self, documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """``documents`` in the shuffled order of ``(seed, epoch)``, the same on every machine."""
-        blocks = None if self.blocks is None else self.blocks[documents]
-        return shuffled(documents, hash64(f"{seed}/{epoch}"), blocks)
 
     def describe(self) -> str:
         """One line for people: how much there is and how it is split."""

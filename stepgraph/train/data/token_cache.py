@@ -5,7 +5,7 @@ and split, holds
 
     tokens.bin      the stream, uint16 or int32
     begins.bin      where in it documents begin, int64
-    progress.json   how many documents, tokens and beginnings are there, and whether that is all
+    progress.json   where the documents after those are, how many tokens and beginnings there are, and whether all are
     lock            held by the process that writes; every other one reads what is there and waits for more
 
 Whoever finds the lock free continues where the last writer stopped, so a killed run leaves nothing to clean up. The
@@ -28,13 +28,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from stepgraph.cache import user_cache
-from stepgraph.train.data.sources import Source
+from stepgraph.train.data.sources import Corpus
 from stepgraph.train.data.stream import Stream, begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
 NEWS_S = 30.0  # between two lines about how far it is
 _POLL_S = 0.02
+_JOIN_S = 10.0  # for what a thread reads from the network; it ends with the process
 
 
 def default_folder() -> Path:
@@ -46,7 +47,7 @@ class TokenCache:
     """The stream of ``documents`` of a source, readable while a thread still writes it.
 
     Args:
-        documents: indices into ``source``, in the stream's order.
+        documents: indices of ``source``, in the stream's order.
         folder: where caches lie; None writes to a temporary file instead, which ends with this object.
         row: conversations are packed whole into rows of this length, see `Rows`; None: documents of text.
 
@@ -58,7 +59,7 @@ class TokenCache:
 
     def __init__(
         self,
-        source: Source,
+        source: Corpus,
         tokenizer: Tokenizer,
         documents: np.ndarray,
         folder: Path | None = None,
@@ -108,7 +109,7 @@ class TokenCache:
         """End the thread; what it wrote stays."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_JOIN_S)
 
     def wait(self, count: int) -> tuple[int, bool]:
         """Wait until ``count`` tokens are there, or all: (tokens there, whether they are all).
@@ -156,12 +157,12 @@ class TokenCache:
         return f"tokenizing in the background, {found['documents'] / len(self._documents):.0%} done, into {self.folder}"
 
     def _progress(self) -> dict[str, Any]:
-        """How many ``documents``, ``tokens`` and ``begins`` are in the files, whether that is the ``whole``, and what
-        a user should know of it (``told``)."""
+        """How many ``tokens`` and ``begins`` are in the files, whether that is the ``whole``, at which place of the
+        ``documents``, and of a file in which ``row``, the next text is, and what a user should know (``told``)."""
         try:
             return json.loads((self.folder / "progress.json").read_text())
         except FileNotFoundError:
-            return {"documents": 0, "tokens": 0, "begins": 0, "whole": False}
+            return {"documents": 0, "row": 0, "tokens": 0, "begins": 0, "whole": False}
 
     def _on_disk(self) -> bool:
         """Whether all that is recorded is there: a power cut may lose what a kill does not."""
@@ -196,20 +197,21 @@ class TokenCache:
         found = self._progress()
         if found["whole"]:
             return
-        done, begun_before = found["documents"], found["begins"]
+        place, begun_before = (found["documents"], found["row"]), found["begins"]
+        texts = self._source.following(self._documents, *place)
         stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"], self._source.pairs)
         stream.counts.update(found.get("counts", {}))
         with self._writing():
             tokens_file = self._opened("tokens.bin", found["tokens"] * self._dtype.itemsize)
             begins_file = self._opened("begins.bin", begun_before * 8)
         with tokens_file, begins_file:
-            if not done:
+            if not any(place):
                 tokens_file.write(stream.open().astype(self._dtype).tobytes())
-            while done < len(self._documents) and not self._stop.is_set():
-                texts = self._next_texts(done)
-                done += len(texts)
-                tokens = [stream.add(self._tokenizer.encode_batch(texts))]
-                if done == len(self._documents):
+            whole = False
+            while not whole and not self._stop.is_set():
+                some, place, whole = self._next_texts(texts, place)
+                tokens = [stream.add(self._tokenizer.encode_batch(some))]
+                if whole:
                     tokens.append(stream.close())
                 begins, stream.begins = np.array(stream.begins, dtype=np.int64), []
                 begun_before += len(begins)
@@ -219,7 +221,7 @@ class TokenCache:
                     for file in (tokens_file, begins_file):
                         file.flush()
                         os.fsync(file.fileno())  # progress on disk is never ahead of the tokens
-                    self._record(done, begun_before, stream)
+                    self._record(place, whole, begun_before, stream)
             if stream.told:
                 warnings.warn(f"{self._source.name}: {stream.told}", stacklevel=2)
 
@@ -235,19 +237,22 @@ class TokenCache:
                     file.close()
             raise OSError(self._cannot_write(error)) from error
 
-    def _next_texts(self, done: int) -> list[bytes]:
-        """The next documents after the first ``done``."""
-        texts, size = [], 0
-        for index in self._documents[done:]:
-            texts.append(self._source.read(int(index)))
-            size += len(texts[-1])
-            if size >= CHUNK_BYTES:
+    def _next_texts(
+        self, texts: Iterator[tuple[bytes, int, int]], place: tuple[int, int]
+    ) -> tuple[list[bytes], tuple[int, int], bool]:
+        """The next of ``texts``, which begin at ``place``; where those after them begin, and whether there are none."""
+        some, size, whole = [], 0, True
+        for text, *after in texts:
+            some.append(text)
+            size, place = size + len(text), tuple(after)
+            if size >= CHUNK_BYTES or self._stop.is_set():
+                whole = False
                 break
         if self._source.stamp() != self._stamp:
             raise ValueError(
                 f"{self._source.name} was written to while it was tokenized: start the run again with data that stays"
             )
-        return texts
+        return some, place, whole
 
     def _opened(self, name: str, size: int) -> BinaryIO:
         """A file of the cache, opened to write after its first ``size`` bytes: the rest came after the last record."""
@@ -256,9 +261,9 @@ class TokenCache:
         file.truncate()
         return file
 
-    def _record(self, documents: int, begins: int, stream: Stream) -> None:
-        content = {"documents": documents, "tokens": stream.there, "begins": begins, "counts": dict(stream.counts)}
-        content |= {"whole": documents == len(self._documents)} | ({"told": stream.told} if stream.told else {})
+    def _record(self, place: tuple[int, int], whole: bool, begins: int, stream: Stream) -> None:
+        content = dict(zip(("documents", "row"), place, strict=True)) | {"tokens": stream.there, "begins": begins}
+        content |= {"counts": dict(stream.counts), "whole": whole} | ({"told": stream.told} if stream.told else {})
         aside = self.folder / "progress.tmp"
         aside.write_text(json.dumps(content))
         aside.replace(self.folder / "progress.json")

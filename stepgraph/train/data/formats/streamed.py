@@ -1,4 +1,4 @@
-"""Data sets of the ``datasets`` library, read during training: nothing is downloaded whole or written to disk."""
+"""Data sets of the ``datasets`` library, read during training: no file is downloaded whole or converted."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ import numpy as np
 from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, optional
 from stepgraph.train.data.formats.hub import cannot_load, parts_of, require_train, saved_to_disk
 from stepgraph.train.data.sources import Corpus
-from stepgraph.train.data.split import are_validation, hash64, mix64, shuffled
+from stepgraph.train.data.split import are_validation, mix64
 
 _BLOCK = 4096  # rows of which it is found out together which are for validation
 SAMPLED_TOKENS = 1_000_000  # of which the unigram entropy is taken: they are read before the run begins
@@ -53,21 +53,23 @@ class Streamed(Corpus):
         self._only_validation = False
         self._known: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
 
-    def read(self, file: int, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """The training documents of a file, from row ``first`` on, each with the number of its row.
+    def documents(self, split: str) -> np.ndarray:
+        return np.arange(self.files)
 
-        Raises ``ValueError``, in one line, for what cannot be read, or is not text.
-        """
-        for number, document in self._rows(file, first):
-            if not self._is_validation(file, number):
-                yield number, document
+    def following(self, documents: np.ndarray, first: int, row: int) -> Iterator[tuple[bytes, int, int]]:
+        for place in range(first, len(documents)):
+            file = int(documents[place])
+            for number, document in self._rows(file, row):
+                if not self._is_validation(file, number):
+                    yield document, place, number + 1
+            row = 0
 
     def texts(self, split: str | None) -> Iterator[bytes]:
         if split == "val" and self._validation is not None:
             for number, row in enumerate(self._checked(self._validation.select_columns(self._columns), "validation")):
                 yield self._decode(row, "validation", number)
             return
-        for file in shuffled(np.arange(self.files), hash64("0/0")).tolist():
+        for file in self.order(self.documents("val"), 0, 0).tolist():
             for number, document in self._rows(file, 0):
                 if split is None or self._is_validation(file, number) == (split == "val"):
                     yield document
@@ -76,8 +78,9 @@ class Streamed(Corpus):
         self._only_validation = True
 
     def stamp(self) -> str:
-        """The times of local files; the Hub's files are of one commit."""
-        return str(max((os.stat(path).st_mtime_ns for path in self._paths if "://" not in path), default=""))
+        """The names of the Hub's files, with their commit, and the times of local ones."""
+        facts = [path if "://" in path else f"{path} {os.stat(path).st_mtime_ns}" for path in self._paths]
+        return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
 
     def describe(self) -> str:
         own = "its own validation split" if self._validation is not None else "5% of rows for validation"
