@@ -197,7 +197,7 @@ class TokenCache:
         found = self._progress()
         if found["whole"]:
             return
-        place, begun_before = (found["documents"], found["row"]), found["begins"]
+        place, begun_before = (found["documents"], found.get("row", 0)), found["begins"]
         texts = self._source.following(self._documents, *place)
         stream = stream_of(self._tokenizer.eos_id, self._row, found["tokens"], self._source.pairs)
         stream.counts.update(found.get("counts", {}))

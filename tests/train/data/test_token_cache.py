@@ -104,6 +104,7 @@ def test_it_is_told_now_and_then_how_far_it_is(source, tmp_path, monkeypatch):
     quiet, told = opened(source, tmp_path / "quiet"), []
     quiet.start(told.append)
     everything(quiet)
+    quiet.close()
     assert told == []  # 30 s have not gone by
     monkeypatch.setattr(token_cache, "NEWS_S", 0)
     cache = opened(source, tmp_path / "c")
