@@ -19,6 +19,7 @@ class Kind(StrEnum):
     SEND_BACKWARD = auto()  # to the stage before
     RECEIVE_FORWARD = auto()  # from the stage before
     RECEIVE_BACKWARD = auto()  # from the next stage
+    PREFETCH = auto()  # copies of optimizer state to the device begin, before the update
     SHARE_LOSS = auto()  # the last stage's loss, to all stages
     UPDATE = auto()
 

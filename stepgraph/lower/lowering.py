@@ -10,13 +10,25 @@ from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
 from stepgraph.capture.stages.forward import trace_forward
 from stepgraph.errors import warn_caller
+from stepgraph.graph.calls import Kind
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.lower.gpu_trace import traced_as
 from stepgraph.lower.peak import PeakSearch, fitted, peak_search, room_for_state
 from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
-from stepgraph.passes import Passes, Target, dry_run, prepare, record_whole, run_passes, split_at_pipeline_cut
+from stepgraph.passes import (
+    Passes,
+    Target,
+    dry_run,
+    prepare,
+    record_whole,
+    resolve,
+    run_passes,
+    split_at_pipeline_cut,
+)
+from stepgraph.passes.memory.prefetch import before_update, with_prefetch
+from stepgraph.passes.optimizer.offload import movable
 
 
 def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = None) -> Traced:
@@ -81,9 +93,19 @@ def rewritten(program: StepProgram, spec: StepSpec, target: Target | None, dump:
     if spec.pipeline is not None:
         return _staged(program, spec, spec.pipeline, target, dump)
     several = len(program.graphs) > 1
+    if several and _prefetches(program, spec, target):
+        program = program.with_last_joined()
     for name, graph in program.graphs.items():
         rewrite_graph(graph, spec.passes, spec.disable, target, name, dump and (dump / name if several else dump))
     return program
+
+
+def _prefetches(program: StepProgram, spec: StepSpec, target: Target | None) -> bool:
+    """Whether optimizer state of ``program`` is on the host, and may come before the update begins."""
+    update = program.graphs.get(Kind.UPDATE)
+    passes = {p.name: p.options for p in resolve(spec.passes, spec.disable, target or Target.on(spec.device))}
+    offload = passes.get("offload_optimizer")
+    return bool("prefetch_state" in passes and offload and offload.state and update and movable(update))
 
 
 def _staged(
@@ -107,9 +129,16 @@ def _staged(
     pieces, once, update = stages.pieces(), stages.once(), program.graphs["update"]
     for name, graph in pieces.items():
         apply(graph, apart, name)
-    for name, graph in [*once.items(), ("update", update)]:
+    for name, graph in once.items():
         apply(graph, spec.passes, name)
+    passes = resolve(spec.passes, spec.disable, target or Target.of(micro))
+    at = next((i for i, p in enumerate(passes) if p.name == "prefetch_state"), len(passes))
+    apply(update, passes[:at], "update")
     made = stages.program(pieces | once, update)
+    if at < len(passes):
+        calls = before_update(made, passes[at].options.compiled)
+        apply(update, [passes[at].with_options(calls=calls), *passes[at + 1 :]], "update")
+        made = with_prefetch(made, calls)
     made.log = [report for graph in stages.whole.values() for report in graph.log]
     record_whole(made)
     return made

@@ -122,10 +122,11 @@ def run_passes(
             raise ValueError(f"pass {p.name} cannot run: {report.skipped}; leave it out")
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        (dump / "00-captured.txt").write_text(step.text())
+        if not step.log:
+            (dump / "00-captured.txt").write_text(step.text())
     values, changes = RecordedValues(step), Changes(step)
     with compat.collector_off():
-        for i, (p, report) in enumerate(zip(found, reports, strict=True), 1):
+        for i, (p, report) in enumerate(zip(found, reports, strict=True), 1 + len(step.log)):
             _run(p, step, report, changes)
             if report.skipped is None:
                 values.check(p.name)

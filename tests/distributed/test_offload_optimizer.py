@@ -11,7 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import stepgraph
 from stepgraph import parallel
-from stepgraph.graph.host_copies import STORE_BEGIN
+from stepgraph.costs.memory import peak_bytes
+from stepgraph.graph.host_copies import RELOAD_BEGIN, STORE_BEGIN
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import StepOptions
 from tests.distributed.ranks import global_batch, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
@@ -59,6 +60,7 @@ def _check_pipeline(folder):
         local = [t.to_local() if hasattr(t, "to_local") else t for t in (*losses, *held.values(), *state)]
         moved = [node for node in step.graphs["update"].graph.nodes if node.target is STORE_BEGIN]
         found.append((local, len(moved), len(held), step.saved.loaded))
+        assert ("prefetch" in step.graphs) == bool(moved)
     for local, *_ in found[1:]:
         assert all(map(torch.equal, found[0][0], local))
     assert [moved / count for _, moved, count, _ in found[:3]] == [0, 2, 2]
@@ -74,15 +76,28 @@ def test_stages_of_a_pipeline(tmp_path):
 
 
 def _check_stage():
+    """The first copies begin in a call of their own before the last backward, and the peak stays what it is."""
     mesh = make_mesh("pp=2")
     model, _ = pipelined(mesh, "1f1b", SHORT)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {"accumulate": 2, "passes": StepOptions("exact", offload_optimizer=True)}
-    step = stepgraph.capture(model, next_token_loss(mesh), global_batch(0, 1, 2), optimizer, **options)
-    stored = [node for node in step.graphs["update"].graph.nodes if node.target is STORE_BEGIN]
-    assert len(stored) == 2 * len(parallel.held_parameters(model))
-    (report,) = (r for r in step.report if r.name == "prefetch_state" and "its own" in str(r.skipped))
-    assert report.graph == "update"
+    peaks = []
+    for left in ((), ("prefetch_state",)):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        passes = StepOptions("exact", offload_optimizer=True, disable_pass=left)
+        step = stepgraph.capture(
+            model, next_token_loss(mesh), global_batch(0, 1, 2), optimizer, accumulate=2, passes=passes
+        )
+        names, update = [call.graph for call in step.program.schedule], step.graphs["update"]
+        stored = [node for node in update.graph.nodes if node.target is STORE_BEGIN]
+        assert len(stored) == 2 * len(parallel.held_parameters(model))
+        peaks.append(peak_bytes(step.program))
+        if left:
+            assert "prefetch" not in names
+            continue
+        (report,) = (r for r in step.report if r.name == "prefetch_state" and r.graph == "update")
+        ahead = [node for node in step.graphs["prefetch"].graph.nodes if node.target is RELOAD_BEGIN]
+        assert 0 < report.changed == len(ahead) < report.matched == len(stored) and report.added_s < 0
+        assert "backward.0" in names[names.index("prefetch") :]
+    assert peaks[0] == peaks[1]
 
 
 def test_a_stage_of_a_pipeline():

@@ -15,7 +15,7 @@ MASTER = stepgraph.MasterAdamW
 FUSED = torch.optim.AdamW
 
 
-def trained(kind, offload, steps=4, **options):
+def trained(kind, offload, steps=4, accumulate=1, **options):
     """(losses and tensors, bytes at the peak of the step, the step, its optimizer): later steps replay."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -25,7 +25,8 @@ def trained(kind, offload, steps=4, **options):
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
     optimizer = kind(model.parameters(), lr=1e-3, **({} if kind is MASTER else {"fused": options.pop("fused", True)}))
     given = StepOptions(offload_optimizer=offload, **options)
-    step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=given)
+    shared = {"max_grad_norm": 1.0, "accumulate": accumulate, "passes": given}
+    step = stepgraph.capture(model, next_token_loss, batch, optimizer, **shared)
     torch.cuda.reset_peak_memory_stats()
     losses = [step(batch).clone() for _ in range(steps)]
     torch.cuda.synchronize()
@@ -51,6 +52,15 @@ def test_the_bits_are_the_same_and_the_peak_is_lower(deterministic, kind, induct
     if cuda_graph:
         recording = next(report for report in step.report if report.name == "cuda_graph")
         assert recording.summary.startswith("1 CUDA graph, 0 nodes on the host")
+
+
+def test_with_accumulation_the_first_copies_begin_in_the_last_backward(deterministic):
+    plain, *_ = trained(MASTER, False, accumulate=2)
+    found, _, step, *_ = trained(MASTER, True, accumulate=2)
+    assert all(map(torch.equal, plain, found))
+    reports = {(report.name, report.graph): report for report in step.report}
+    assert reports["prefetch_state", "update"].changed
+    assert reports["cuda_graph", "update"].summary.startswith("1 CUDA graph, 0 nodes on the host")
 
 
 def test_an_optimizers_own_step_is_offloaded():

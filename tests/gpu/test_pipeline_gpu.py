@@ -27,7 +27,7 @@ from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.pipeline import SCHEDULES, StageGraphs
 from stepgraph.parallel.pipeline.messages import calls_of
 from stepgraph.parallel.pipeline.schedules import work_of
-from stepgraph.passes import configured, get
+from stepgraph.passes import StepOptions, configured, get
 from tests.distributed.test_pipeline_messages import direction_groups, run_messages
 from tests.gpu.test_ranks_gpu import CONFIG, on_gpus, on_one_gpu
 from tests.parallel.pipeline.orders import ranks_of
@@ -225,6 +225,30 @@ def test_a_whole_step_of_two_processes_of_one_gpu(schedule):
 
 def test_a_compiled_whole_step_of_two_processes_of_one_gpu():
     on_one_gpu("pp=2", partial(_alone, schedule="interleaved", exact=False), seconds=240)
+
+
+def _offloaded(mesh):
+    """Optimizer state on the host: its first copies begin before the last calls of the one CUDA graph."""
+    found = []
+    with mock.patch.object(StageGraphs, "_share_loss", _own_loss):
+        for offload in (False, True):
+            model = pipelined(mesh, "1f1b", "symmetric")
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            passes = StepOptions("exact", offload_optimizer=offload)
+            loss_fn = repeatable(next_token_loss(mesh))
+            step = stepgraph.capture(model, loss_fn, batch_of(0), optimizer, accumulate=N, passes=passes)
+            for i in range(4):
+                step(batch_of(i))
+            assert step.program.recorded_whole and step._current.runner.whole.graph is not None
+            assert ("prefetch" in step.graphs) == offload
+            held = parallel.held_parameters(model).values()
+            found.append([(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in held])
+            ends(mesh)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_pipeline_with_optimizer_state_on_the_host():
+    on_one_gpu("pp=2", _offloaded, seconds=120)
 
 
 def _messages_replayed(mesh):

@@ -4,10 +4,13 @@ import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
+from stepgraph import compat
+from stepgraph.graph.provenance import Provenance, provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, StepGraph
-from stepgraph.graph.values import Output, Value
+from stepgraph.graph.values import Input, Output, Value
 
 
 def extract(
@@ -46,3 +49,14 @@ def extract(
     graph.output([made[node] for _, node in outputs])
     module = fx.GraphModule(step.module, graph)
     return StepGraph(module, inputs, [spec for spec, _ in outputs], step.blocks, step.mesh, dict(step.axes))
+
+
+def new_input(step: StepGraph, what: Input, origin: fx.Node, like: torch.Tensor) -> fx.Node:
+    """One more input of ``step``, which ``origin`` made so far; a tensor like ``like``."""
+    with step.graph.inserting_after(step.placeholders()[-1]):
+        node = step.graph.placeholder(f"once_{len(step.inputs)}")
+    compat.rename_node(node, f"{what.kind}_{what.name}")
+    node.meta["val"] = like
+    set_provenance(node, Provenance(provenance(origin).path, "input", ""))
+    step.inputs = [*step.inputs, InputSpec(what)]
+    return node

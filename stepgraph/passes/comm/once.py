@@ -19,16 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph import compat
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.calls import Kind
 from stepgraph.graph.collectives import gathers, tail
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_pure, is_view, tensor_bytes, upstream
-from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_provenance
-from stepgraph.graph.stages import extract
-from stepgraph.graph.step_graph import InputSpec, StepGraph
-from stepgraph.graph.values import Accumulator, Input, Parameter, Value
+from stepgraph.graph.provenance import phase_of
+from stepgraph.graph.stages import extract, new_input
+from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Accumulator, Parameter, Value
 from stepgraph.passes.comm.unshard import Budget, ReshardOptions, fits, for_gpu, recipe
 from stepgraph.passes.contract import PassReport, register
 
@@ -68,7 +67,7 @@ def gather_once(step: StepGraph, options: ReshardOptions, report: PassReport) ->
         outputs.setdefault(recipe(end), (Value(f"once.{end.name}", step.stage), end))
     needed = {n for _, end in outputs.values() for n in (end, *upstream(end)) if n.op == "call_function"}
     step.once = step.once | {Kind.GATHER: extract(step, needed, list(outputs.values()), lambda node: Value(node.name))}
-    given = {key: _new_input(step, value, end, end.meta["val"]) for key, (value, end) in outputs.items()}
+    given = {key: new_input(step, value, end, end.meta["val"]) for key, (value, end) in outputs.items()}
     for end, key in [(end, recipe(end)) for end in ends]:
         end.replace_all_uses_with(given[key])
     erase_unread(*ends, collectives=True)
@@ -165,7 +164,7 @@ def _add_wholes(step: StepGraph, s: _Sum) -> set[fx.Node]:
     casts = set()
     for i, (grad, like) in enumerate(s.wholes):
         first = next(node for node in s.chain if grad in node.all_input_nodes)
-        whole = _new_input(step, Accumulator(s.parameter, (step.stage, i)), grad, like)
+        whole = new_input(step, Accumulator(s.parameter, (step.stage, i)), grad, like)
         build = Builder(grad, before=first)
         build(aten.add_.Tensor, whole, grad)
         source = build.cast(whole, grad.meta["val"].dtype)
@@ -173,14 +172,3 @@ def _add_wholes(step: StepGraph, s: _Sum) -> set[fx.Node]:
         for node in s.chain:
             node.replace_input_with(grad, source)
     return casts
-
-
-def _new_input(step: StepGraph, what: Input, origin: fx.Node, like: torch.Tensor) -> fx.Node:
-    """One more input of ``step``, which ``origin`` made so far; a tensor like ``like``."""
-    with step.graph.inserting_after(step.placeholders()[-1]):
-        node = step.graph.placeholder(f"once_{len(step.inputs)}")
-    compat.rename_node(node, f"{what.kind}_{what.name}")
-    node.meta["val"] = like
-    set_provenance(node, Provenance(provenance(origin).path, "input", ""))
-    step.inputs = [*step.inputs, InputSpec(what)]
-    return node

@@ -1,10 +1,10 @@
 """The optimizer's state stays on the host, parameters are updated in parts, and every bit is the same."""
 
+import dataclasses
 import functools
 import gc
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,17 +13,18 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.costs.memory import estimate_memory
+from stepgraph.costs.memory import estimate_memory, peak_bytes
 from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.host_copies import COPIES, OFFLOAD_BEGIN, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, on_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.offload import page_locked
+from stepgraph.lower import StepSpec, lower
 from stepgraph.passes import StepOptions, Target, configured, get, run_passes
 from stepgraph.passes.compile.blocks import consecutive
 
-EXPAND = replace(get("expand_optimizer"), needs_cuda=False)
+EXPAND = dataclasses.replace(get("expand_optimizer"), needs_cuda=False)
 ops = torch.ops.stepgraph
 
 
@@ -72,7 +73,9 @@ def same(a, b):
     return all(all(map(torch.equal, x, y)) for x, y in zip(a[:2], b[:2], strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"on_nonfinite": "skip"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate": 2}, {"on_nonfinite": "skip"}, {"accumulate": 2, "on_nonfinite": "skip"}], ids=str
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bits_are_the_same(name, options):
     plain, found = (trained(name, passes_of(offload), **options) for offload in (False, True))
@@ -85,17 +88,66 @@ def test_the_bits_are_the_same(name, options):
             assert {user.target for user in node.users} == {RELOAD_BEGIN, STORE_BEGIN}
 
 
-def test_an_update_that_is_left_out_leaves_the_state():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("bad", [slice(None), slice(0, 2), slice(2, 4)], ids=["all", "first", "last"])
+def test_an_update_that_is_left_out_leaves_the_state(bad):
+    """Also where one microbatch alone, the one before the update or the one that is in its graph, is not finite."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    options = {"max_grad_norm": 1.0, "on_nonfinite": "skip", "passes": passes_of(True)}
+    accumulate = 1 if bad == slice(None) else 2
+    options = {"max_grad_norm": 1.0, "on_nonfinite": "skip", "passes": passes_of(True), "accumulate": accumulate}
     step = stepgraph.capture(model, mse, torch.randn(4, 8), optimizer, **options)
     step(torch.randn(4, 8))
     before = {key: value.clone() for key, value in optimizer.state[model.weight].items()}
-    step(torch.full((4, 8), float("nan")))
+    batch = torch.randn(4, 8)
+    batch[bad] = float("nan")
+    step(batch)
     assert step.metrics["skipped"] and before["exp_avg"].any()
     assert all(torch.equal(optimizer.state[model.weight][key], value) for key, value in before.items())
+    step(torch.randn(4, 8))
+    assert not step.metrics["skipped"]
+
+
+def test_with_accumulation_the_first_parts_come_during_the_last_backward():
+    """The last microbatch and the update are one graph; the peak stays what it is."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    optimizer, made = torch.optim.AdamW(model.parameters(), fused=True), []
+    for disable in ((), ("prefetch_state",)):
+        spec = StepSpec(model, mse, torch.zeros(3 * 512, 256), optimizer, accumulate=3, passes=passes_of(True, 1))
+        made.append(lower(dataclasses.replace(spec, disable=disable), Target("cuda", simulated=True)).program)
+        graphs = [call.graph for call in made[-1].schedule]
+        assert graphs == ["microbatch"] * (3 if disable else 2) + ["update"]
+    found, plain = made
+    assert peak_bytes(found) == peak_bytes(plain) and found.microbatches == plain.microbatches == 3
+    phases = [phase_of(node) for node in found.graphs["update"].graph.nodes if node.target is RELOAD_BEGIN]
+    assert phases[:4] == ["backward"] * 4 and phases[4:] == ["optimizer"] * 12
+    report = found.graphs["update"].log[-1]
+    assert report.name == "prefetch_state" and report.changed == 4 and report.added_s < 0
+
+
+class Uneven(nn.Module):
+    """Writes buffers, draws numbers, and has constants of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside, self.norm, self.out = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        x = F.dropout(self.norm(self.inside(x)), 0.5, self.training)
+        stepgraph.metric("mean", x.mean())
+        return self.out(x * torch.tensor([1.0, 2.0] * 8)) + torch.tensor(0.5)
+
+
+def test_a_joined_microbatch_draws_writes_and_reports_as_others_do():
+    def run(offload):
+        torch.manual_seed(0)
+        model, batch = Uneven(), torch.randn(12, 8)
+        optimizer = torch.optim.AdamW(model.parameters())  # its own step, with constants too
+        step = stepgraph.capture(model, mse, batch, optimizer, accumulate=3, passes=passes_of(offload))
+        losses = [step(batch) for _ in range(3)]
+        return [*losses, *model.state_dict().values(), *step.metrics.values()], step.program.schedule
+
+    (plain, before), (found, after) = run(False), run(True)
+    assert all(map(torch.equal, plain, found)) and len(before) == len(after) + 1
 
 
 def test_it_is_verified_with_eager_and_captured_again():
