@@ -37,7 +37,8 @@ class Roofline:
     """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``:
     bytes of memory that the kernel reads and writes, likewise. ``flops``: of all. ``load``: rows that this rank's
     experts receive over the mean of all ranks. ``whole``: what ``graph`` was cut out of, where its tokens are routed;
-    None: ``graph`` itself."""
+    None: ``graph`` itself. ``launch_s``: seconds that each kernel takes beyond that, see `hardware.LAUNCH_S`; none where
+    passes compare kernels that a compiler has not joined yet."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Roofline:
         gpu: Gpu,
         load: float = 1.0,
         whole: fx.Graph | None = None,
+        launch_s: float = 0.0,
     ):
         self.seconds: dict[fx.Node, float] = {}
         self.moved: dict[fx.Node, int] = {}
@@ -74,6 +76,8 @@ class Roofline:
             if zeros := sum(_zeros(node, shares) for node in members):
                 self.moved[members[-1]] += zeros
                 self.seconds[members[-1]] += gpu.moving_seconds(zeros)
+            if self.seconds[members[-1]]:
+                self.seconds[members[-1]] += launch_s
 
 
 def node_seconds(node: fx.Node, gpu: Gpu = ASSUMED) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepgraph.costs.fusion import Fusion
-from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.hardware import LAUNCH_S, Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, Moment, memory_over_step
 from stepgraph.costs.roofline import Roofline
@@ -53,7 +53,7 @@ def graph_cost(
     the stage that ``step`` is a part of, forward and backward: where a backward's tokens were routed."""
     aliases = Aliases(step.graph)
     fusion = Fusion(step.graph, aliases, fused)
-    roofline = Roofline(step.graph, aliases, fusion, gpu, load, None if whole is None else whole.graph)
+    roofline = Roofline(step.graph, aliases, fusion, gpu, load, None if whole is None else whole.graph, LAUNCH_S)
     return GraphCost(
         timeline=simulate(step.graph, roofline.seconds, gpu, groups, load),
         moments=memory_over_step(step, aliases, fusion),

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from stepgraph.costs.hardware import GPUS, PRODUCTS_REACHED
+from stepgraph.costs.fusion import Fusion
+from stepgraph.costs.hardware import GPUS, LAUNCH_S, PRODUCTS_REACHED
+from stepgraph.costs.roofline import Roofline
 from stepgraph.costs.step import graph_cost, step_cost
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.values import Accumulator, OptimizerState, Parameter
 from tests.costs.graphs import Hand, aten
 
@@ -54,3 +57,12 @@ def test_a_schedule_of_calls():
 def test_one_call_is_the_graph():
     part = graph_cost(microbatch(), H200, {}, fused=True)
     assert step_cost([(part, 1)]).moments == part.moments
+
+
+def test_every_kernel_takes_its_launch():
+    step = microbatch()
+    aliases = Aliases(step.graph)
+    seconds = Roofline(step.graph, aliases, Fusion(step.graph, aliases, False), H200).seconds
+    assert len(seconds) == 3
+    cost = graph_cost(step, H200, {}, fused=False)
+    assert cost.timeline.step_seconds == pytest.approx(sum(seconds.values()) + 3 * LAUNCH_S, rel=1e-9)

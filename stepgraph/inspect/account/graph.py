@@ -13,7 +13,7 @@ from torch import fx
 
 from stepgraph.costs.flops import flops, is_attention
 from stepgraph.costs.fusion import Fusion, is_free
-from stepgraph.costs.hardware import Gpu
+from stepgraph.costs.hardware import LAUNCH_S, Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import KINDS, kinds_of, lifetimes
 from stepgraph.costs.roofline import Roofline
@@ -85,7 +85,9 @@ def graph_account(
     """
     aliases = Aliases(step.graph)
     fusion = Fusion(step.graph, aliases, fused)
-    roofline = Roofline(step.graph, aliases, fusion, gpu, whole=None if routed is None else routed.graph)
+    roofline = Roofline(
+        step.graph, aliases, fusion, gpu, whole=None if routed is None else routed.graph, launch_s=LAUNCH_S
+    )
     timeline = simulate(step.graph, roofline.seconds, gpu, groups)
     order = list(step.graph.nodes)
     number = {node: i for i, node in enumerate(order)}
