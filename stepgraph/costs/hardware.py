@@ -26,8 +26,8 @@ FP8_REACHED = 0.65
 GROUPED_REACHED = 0.57
 
 #: Seconds that any kernel takes, however little it does, also inside a CUDA graph: starting and draining the GPU.
-#: Source: steps of 13 models on H100s, 475 to 1,842 kernels each, inside CUDA graphs: forecasts with it are a median 4.2%
-#: off the measured times, without it 7.1% (benchmarks/h100_forecasts.json).
+#: Source: steps of 13 models on H100s, 475 to 1,842 kernels each, inside CUDA graphs: forecasts with it are a median
+#: 4.2% off the measured times, without it 7.1% (benchmarks/h100_forecasts.json).
 LAUNCH_S = 2.5e-6
 
 #: Seconds of a short kernel between products and copies (on H200s one that waits for another rank's flag took 3.4 us),

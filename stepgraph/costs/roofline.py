@@ -37,8 +37,8 @@ class Roofline:
     """``seconds[node]`` for every node that computes; a kernel of several is charged to the last of them. ``moved``:
     bytes of memory that the kernel reads and writes, likewise. ``flops``: of all. ``load``: rows that this rank's
     experts receive over the mean of all ranks. ``whole``: what ``graph`` was cut out of, where its tokens are routed;
-    None: ``graph`` itself. ``launch_s``: seconds that each kernel takes beyond that, see `hardware.LAUNCH_S`; none where
-    passes compare kernels that a compiler has not joined yet."""
+    None: ``graph`` itself. ``launch_s``: seconds that each kernel takes beyond that, see `hardware.LAUNCH_S`; none
+    where passes compare kernels that a compiler has not joined yet."""
 
     def __init__(
         self,
