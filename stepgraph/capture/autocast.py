@@ -89,7 +89,7 @@ def _check(name: str, fake: Callable, made: Any, args: tuple[Any, ...], kwargs: 
             )
 
 
-class Kept(compat.TorchDispatchMode):
+class Kept(compat.DispatchMode):
     """Inside, operators that autocast reaches are called by `under`. ``casts``: the autocasts that are on, which
     change; operators that are being dispatched cannot ask."""
 

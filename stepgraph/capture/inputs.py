@@ -28,7 +28,7 @@ class Inputs:
     ) -> tuple[slice, Wrapping | None]:
         """Add the local tensors inside ``tensor``: (where they are, how to wrap them again). ``what``: what each is, by
         its number, or by None where there is one. ``device``: that they are traced on; None: theirs."""
-        inner, wrapping = unwrap(tensor.detach())
+        inner, wrapping = unwrap(compat.detached(tensor))
         start = len(self.specs)
         for i, t in enumerate(inner):
             found = what(None if len(inner) == 1 else i)
@@ -37,8 +37,8 @@ class Inputs:
         return slice(start, len(self.specs)), wrapping
 
     def _like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        with self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        with compat.without_modes():
+            return compat.empty_fake(self.mode, tensor.shape, tensor.stride(), tensor.dtype, device)
 
     def add_slots(self, slots: Sequence[Slot]) -> list[tuple[slice, Wrapping | None]]:
         """Add parameters and buffers."""
@@ -101,7 +101,8 @@ def add_optimizer(
         where = {}
         for key, value in state.items():
             # State may be on the host; it is traced as if it were not.
-            device = inputs.fakes[entries[i][0]][0].device if host_state.stays(value, param) else None
+            away = value.device != param.device and host_state.stays(value, param)
+            device = inputs.fakes[entries[i][0]][0].device if away else None
             where[key], _ = inputs.add(partial(OptimizerState, slots[i].name, key), value, device)
         # A step count on the host: parameters may differ in it.
         fused = group["options"].get("fused") or not update.has_lr_input(group_index)
@@ -120,8 +121,8 @@ def add_optimizer(
 def fake(mode: compat.FakeTensorMode, tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
     """What ``tensor`` is traced with. ``home``: see `Inputs`."""
     if tensor.device.type == "meta":
-        with mode:
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=home)
+        with compat.without_modes():
+            return compat.empty_fake(mode, tensor.size(), tensor.stride(), tensor.dtype, home)
     if isinstance(tensor, compat.FakeTensor):
-        return tensor.detach()
+        return compat.detached(tensor)
     return mode.from_tensor(tensor, static_shapes=True)

@@ -68,7 +68,7 @@ _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empt
 _CONTROL_FLOW = ("cond", "while_loop", "while_loop_stack_output", "scan", "associative_scan", "map_impl")
 
 
-class KnownValues(compat.TorchDispatchMode):
+class KnownValues(compat.DispatchMode):
     """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give known values;
     for others they fail as before. One per trace.
 

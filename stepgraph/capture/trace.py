@@ -230,9 +230,9 @@ class StepTrace:
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated
         self.recorder = Recorder(model, repeated or ())
-        live = [t for slot in self.slots for t in unwrap(slot.tensor.detach())[0]]
+        live = [t for slot in self.slots for t in unwrap(slot.tensor)[0]]
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
-        self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i].detach())[0])])
+        self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i])[0])])
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model, loss_fn, self.update.code() if self.update else {})
         self.replay = None if fill is None else Replay(model, loss_fn, self.slots, self.mode, fill)
@@ -530,7 +530,8 @@ class StepTrace:
         ``outputs`` grows with them."""
         results, norm = [], None
         if self.max_grad_norm is not None:
-            grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
+            with compat.Repeating():  # on a CPU, some operators for each parameter
+                grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
             results.append(norm)
             outputs.append(values.Metric("grad_norm"))
         skip, ratios = self.guard.skip(ratios, norm, self.slots, stages and stages.group)

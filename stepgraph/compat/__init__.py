@@ -67,6 +67,8 @@ from stepgraph.compat.fake import (
     DataDependentOutputException,
     answer,
     checks_of_known_values,
+    detached,
+    empty_fake,
     facts_of_fake_tensors,
     failed_reads,
     fake_storage,
@@ -93,7 +95,7 @@ from stepgraph.compat.optimizer import (
     step_replaced,
 )
 from stepgraph.compat.pipelining import pipeline_order
-from stepgraph.compat.repeated import RepeatedCalls
+from stepgraph.compat.repeated import DispatchMode, RepeatedCalls, Repeating
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (
     Again,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -200,6 +201,18 @@ def fake_tensor(
     long, seconds for the graphs of a model."""
     meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, strides)
     return FakeTensor(mode, meta, device)
+
+
+def empty_fake(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """A fake tensor in memory of its own, as `fake_tensor` makes them."""
+    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()``; of a fake tensor in a tenth of the time."""
+    return fast_detach(tensor.fake_mode, tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

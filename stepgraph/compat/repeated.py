@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _ProxyTensor, get_proxy_mode
 from torch.fx.traceback import has_preserved_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -149,6 +150,27 @@ class RepeatedCalls:
         if call.key not in self._outcomes:
             self._outcomes[call.key] = call.outcome(result, before)
         return result
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode of a trace, in which Dynamo compiles nothing: torch would switch it off at every call."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Repeating(DispatchMode):
+    """Inside, operators are called by `RepeatedCalls`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = RepeatedCalls()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return self._calls(func, args, kwargs or {})
 
 
 def _follows_forms(func: OpOverload) -> bool:

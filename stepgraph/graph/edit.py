@@ -64,8 +64,8 @@ _KNOWN: "WeakKeyDictionary[compat.FakeTensorMode, dict[tuple, Any]]" = WeakKeyDi
 def fake_value(node: fx.Node) -> Any:
     """What the node's call gives for the fake values of its arguments. No memory is allocated, no number drawn.
 
-    Equal calls are evaluated once where that gave new tensors, or wrote into an argument and returned it: every node
-    still gets tensors of its own.
+    Equal calls are evaluated once where that gave new tensors, or views of the first argument: every node still gets
+    tensors of its own.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
     mode = next(n.meta["val"] for n in node.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)).fake_mode
@@ -73,12 +73,12 @@ def fake_value(node: fx.Node) -> Any:
     try:
         key = (node.target, _form(args), _form(kwargs)) if is_overload(node) and not is_mutating(node) else None
         if key in known:
-            return _made(known[key], mode)
+            return _made(known[key], mode, args)
     except TypeError:  # an argument that has no form
         key = None
     with mode, torch.no_grad():
         result = node.target(*args, **kwargs)
-    if key is not None and (made := _form_of_new(result, (args, kwargs))) is not None:
+    if key is not None and (made := _form_of_made(result, (args, kwargs))) is not None:
         known[key] = made
     return result
 
@@ -97,7 +97,7 @@ def _form(value: Any) -> Any:
         shape, strides, bits = tuple(value.shape), value.stride(), (value.is_conj(), value.is_neg())
         if not all(type(size) is int for size in (*shape, *strides)):
             raise TypeError
-        return shape, strides, value.dtype, value.device, value.requires_grad, bits
+        return shape, strides, value.storage_offset(), value.dtype, value.device, value.requires_grad, bits
     if isinstance(value, (list, tuple)):
         return type(value), *map(_form, value)
     if isinstance(value, dict):
@@ -106,39 +106,46 @@ def _form(value: Any) -> Any:
     return type(value), value
 
 
-def _form_of_new(result: Any, given: Any) -> Any:
-    """The form of ``result``, one or several plain tensors in memory of their own, for `_made`; None for others."""
+def _form_of_made(result: Any, given: Any) -> Any:
+    """The form of ``result``, one or several plain tensors, for `_made`; None unless each has memory of its own, or all
+    are views of the first argument's."""
     tensors = list(result) if isinstance(result, (list, tuple)) else [result]
-    before = {compat.storage_key(t) for t in compat.pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
     if not all(type(t) is compat.FakeTensor and _is_plain(t) for t in tensors):
         return None
+    first = given[0][0] if given[0] else None
     storages = {compat.storage_key(t) for t in tensors}
-    if len(storages) < len(tensors) or storages & before:
+    if isinstance(first, torch.Tensor) and storages == {compat.storage_key(first)}:
+        forms = [(t.dtype, t.device, t.storage_offset(), t.shape, t.stride()) for t in tensors]
+        return None if any(t is first for t in tensors) else (type(result), True, forms)
+    before = {compat.storage_key(t) for t in compat.pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
+    if len(storages) < len(tensors) or storages & before or not all(map(_fills_storage, tensors)):
         return None
-    forms = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors]
-    return type(result), forms
+    return type(result), False, [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors]
 
 
 def _is_plain(tensor: compat.FakeTensor) -> bool:
-    """Whether shape, strides, dtype and device are all of it: it fills its storage and has no value."""
-    shape, strides = tuple(tensor.shape), tensor.stride()
+    """Whether shape, strides, place, dtype and device are all of it: it has no value."""
     if tensor.constant is not None or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad:
         return False
-    if tensor.layout is not torch.strided or not all(type(size) is int for size in (*shape, *strides)):
-        return False
-    used = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if tensor.numel() else 0
+    return tensor.layout is torch.strided and all(type(size) is int for size in (*tensor.shape, *tensor.stride()))
+
+
+def _fills_storage(tensor: compat.FakeTensor) -> bool:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    used = 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
     return not tensor.storage_offset() and tensor.untyped_storage().nbytes() == used * tensor.element_size()
 
 
-def _made(form: Any, mode: compat.FakeTensorMode) -> Any:
-    """New tensors of a form of `_form_of_new`."""
-    kind, forms = form
+def _made(made: Any, mode: compat.FakeTensorMode, args: Sequence[Any]) -> Any:
+    """New tensors of what `_form_of_made` gave."""
+    kind, views, forms = made
     with torch.no_grad(), compat.without_modes():
-        made = [
-            compat.FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
-            for shape, strides, dtype, device in forms
-        ]
-    return kind(made) if issubclass(kind, (list, tuple)) else made[0]
+        if views:
+            storage = args[0].untyped_storage()
+            tensors = [compat.fake_tensor(mode, device, dtype, storage, *place) for dtype, device, *place in forms]
+        else:
+            tensors = [compat.empty_fake(mode, *form) for form in forms]
+    return kind(tensors) if issubclass(kind, (list, tuple)) else tensors[0]
 
 
 def replace(old: fx.Node, new: fx.Node) -> None:

@@ -159,8 +159,8 @@ def test_pointwise_operators_compute_each_element_from_its_place(function, expec
 
 
 def test_equal_calls_are_evaluated_once_and_give_tensors_of_their_own(monkeypatch):
-    evaluated, form_of_new = [], edit._form_of_new
-    monkeypatch.setattr(edit, "_form_of_new", lambda *given: evaluated.append(given) or form_of_new(*given))
+    evaluated, form = [], edit._form_of_made
+    monkeypatch.setattr(edit, "_form_of_made", lambda *given: evaluated.append(given) or form(*given))
     module = traced(lambda x: [x.sin().cos()], torch.randn(4, 6))
     x, cos = next(iter(module.graph.nodes)), find(module, aten.cos.default)
     build = Builder(cos, before=cos)
@@ -184,8 +184,34 @@ def test_equal_calls_are_evaluated_once_and_give_tensors_of_their_own(monkeypatc
             )  # fmt: skip
             shared = one.untyped_storage()._cdata == other.untyped_storage()._cdata
             assert shared == (name == "view")
-        # A view is evaluated each time: it shares the storage of its own argument.
-        assert (len(evaluated) == done) == (name not in ("view", "of another layout")), name
+        assert len(evaluated) == done, name
+
+
+def test_equal_views_are_evaluated_once_and_lie_in_their_own_argument(monkeypatch):
+    module = traced(lambda x: [x.sin().cos()], torch.randn(4, 6))
+    x, cos = next(iter(module.graph.nodes)), find(module, aten.cos.default)
+    build = Builder(cos, before=cos)
+    rows = [build(aten.slice.Tensor, source, 0, start, start + 2) for source in (x, cos.args[0]) for start in (0, 2)]
+    views = {
+        "alike": lambda part: build(aten.view.default, part, [12]),
+        "turned": lambda part: build(aten.t.default, part),
+        "several": lambda part: build(aten.split_with_sizes.default, part, [1, 1]),
+        "other bits": lambda part: build(aten.view.dtype, part, torch.int32),
+    }
+    for view in views.values():
+        made = [view(part).meta["val"] for part in rows]
+        with monkeypatch.context() as plain:
+            plain.setattr(edit, "_KNOWN", {})
+            expected = [view(part).meta["val"] for part in rows]
+        for part, found, right in zip(rows, made, expected, strict=True):
+            assert type(found) is type(right)
+            pairs = zip(found, right, strict=True) if isinstance(found, (list, tuple)) else [(found, right)]
+            for one, other in pairs:
+                assert one.untyped_storage()._cdata == part.meta["val"].untyped_storage()._cdata
+                assert (one.shape, one.stride(), one.storage_offset()) == (
+                    other.shape, other.stride(), other.storage_offset(),
+                )  # fmt: skip
+                assert (one.dtype, one.device) == (other.dtype, other.device)
 
 
 def test_values_that_are_known_are_not_taken_for_others():

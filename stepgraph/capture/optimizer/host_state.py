@@ -19,9 +19,9 @@ _waiting: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 def local(tensor: Tensor) -> Tensor | None:
-    """The one plain tensor that ``tensor`` is or wraps; None where it wraps several."""
-    parts, _ = unwrap(tensor.detach())
-    return parts[0] if len(parts) == 1 else None
+    """The one plain tensor that ``tensor`` is or wraps, outside autograd; None where it wraps several."""
+    parts, _ = unwrap(tensor)  # detached afterwards: a wrapper would dispatch that
+    return parts[0].detach() if len(parts) == 1 else None
 
 
 def held_of(optimizer: torch.optim.Optimizer, param: Tensor) -> Mapping[str, object]:

@@ -121,9 +121,10 @@ class Update:
         if not self._has_room:
             host.require_room(optimizer, param, (p for _, p in self.owned()), self.room)
             self._has_room = True
-        self.room -= host.device_bytes(optimizer, param)
-        if self.room < 0:
-            host.place(optimizer, param, on_host=True)
+        if self.room < math.inf:
+            self.room -= host.device_bytes(optimizer, param)
+            if self.room < 0:
+                host.place(optimizer, param, on_host=True)
         return own.state_tensors(param) if own else {key: optimizer.state[param][key] for key in found}
 
     def settle(self, program: StepProgram, slots: Iterable[Slot]) -> None:
