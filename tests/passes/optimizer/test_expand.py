@@ -91,12 +91,12 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     step = trace_step(model, mse, batch, optimizer, max_grad_norm=1.0).step
     run_passes(step, ["inplace_update"])
     evaluated = put = 0
-    form_of_new, update_arg = edit._form_of_new, fx.Node.update_arg
+    form_of_made, update_arg = edit._form_of_made, fx.Node.update_arg
 
     def evaluate(result, given):
         nonlocal evaluated
         evaluated += 1
-        return form_of_new(result, given)
+        return form_of_made(result, given)
 
     def update(node, i, value):
         nonlocal put
@@ -104,7 +104,7 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
         update_arg(node, i, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(edit, "_form_of_new", evaluate)
+        patch.setattr(edit, "_form_of_made", evaluate)
         patch.setattr(fx.Node, "update_arg", update)
         (report,) = (r for r in run_passes(step, [EXPAND]) if r.name == "expand_optimizer")
     assert report.changed == 2 * layers
