@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph.facts import is_mutating, is_overload, is_pure
+from stepgraph.graph.facts import is_mutating, is_overload, is_pure, is_view
 from stepgraph.graph.provenance import provenance, set_provenance, together
 
 aten = torch.ops.aten
@@ -71,14 +71,15 @@ def fake_value(node: fx.Node) -> Any:
     mode = next(n.meta["val"] for n in node.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)).fake_mode
     known = _KNOWN.setdefault(mode, {})
     try:
-        key = (node.target, _form(args), _form(kwargs)) if is_overload(node) and not is_mutating(node) else None
+        known_by_form = is_overload(node) and not is_mutating(node)
+        key = (node.target, _offset(node, args), _form(args), _form(kwargs)) if known_by_form else None
         if key in known:
             return _made(known[key], mode, args)
     except TypeError:  # an argument that has no form
         key = None
     with mode, torch.no_grad():
         result = node.target(*args, **kwargs)
-    if key is not None and (made := _form_of_made(result, (args, kwargs))) is not None:
+    if key is not None and (made := _form_of_made(result, (args, kwargs), is_view(node))) is not None:
         known[key] = made
     return result
 
@@ -97,7 +98,7 @@ def _form(value: Any) -> Any:
         shape, strides, bits = tuple(value.shape), value.stride(), (value.is_conj(), value.is_neg())
         if not all(type(size) is int for size in (*shape, *strides)):
             raise TypeError
-        return shape, strides, value.storage_offset(), value.dtype, value.device, value.requires_grad, bits
+        return shape, strides, value.dtype, value.device, value.requires_grad, bits
     if isinstance(value, (list, tuple)):
         return type(value), *map(_form, value)
     if isinstance(value, dict):
@@ -106,15 +107,19 @@ def _form(value: Any) -> Any:
     return type(value), value
 
 
-def _form_of_made(result: Any, given: Any) -> Any:
+def _offset(node: fx.Node, args: Sequence[Any]) -> int | None:
+    """Where the first argument of a view begins in its storage; results of other operators do not depend on it."""
+    return args[0].storage_offset() if is_view(node) and isinstance(args[0], torch.Tensor) else None
+
+
+def _form_of_made(result: Any, given: Any, views: bool) -> Any:
     """The form of ``result``, one or several plain tensors, for `_made`; None unless each has memory of its own, or all
-    are views of the first argument's."""
+    are ``views`` of the first argument's."""
     tensors = list(result) if isinstance(result, (list, tuple)) else [result]
     if not all(type(t) is compat.FakeTensor and _is_plain(t) for t in tensors):
         return None
-    first = given[0][0] if given[0] else None
     storages = {compat.storage_key(t) for t in tensors}
-    if isinstance(first, torch.Tensor) and storages == {compat.storage_key(first)}:
+    if views and isinstance(first := given[0][0], torch.Tensor) and storages == {compat.storage_key(first)}:
         forms = [(t.dtype, t.device, t.storage_offset(), t.shape, t.stride()) for t in tensors]
         return None if any(t is first for t in tensors) else (type(result), True, forms)
     before = {compat.storage_key(t) for t in compat.pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}

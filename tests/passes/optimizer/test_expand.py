@@ -93,10 +93,10 @@ def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     evaluated = put = 0
     form_of_made, update_arg = edit._form_of_made, fx.Node.update_arg
 
-    def evaluate(result, given):
+    def evaluate(*given):
         nonlocal evaluated
         evaluated += 1
-        return form_of_made(result, given)
+        return form_of_made(*given)
 
     def update(node, i, value):
         nonlocal put
