@@ -73,6 +73,7 @@ from stepgraph.compat.fake import (
     failed_reads,
     fake_storage,
     fake_tensor,
+    gpu_context_once,
     is_answered,
     lists_of_fake_tensors,
     negative_view,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -201,6 +202,14 @@ def fake_tensor(
     long, seconds for the graphs of a model."""
     meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, strides)
     return FakeTensor(mode, meta, device)
+
+
+@contextlib.contextmanager
+def gpu_context_once() -> Iterator[None]:
+    """Inside, torch asks once for each GPU whether it is there, and allocates on it, not for every fake tensor."""
+    ask = vars(fake_tensors).get("init_gpu_context")  # torch 2.11 to 2.13 have it
+    with replaced(fake_tensors, init_gpu_context=functools.cache(ask)) if ask else contextlib.nullcontext():
+        yield
 
 
 def empty_fake(

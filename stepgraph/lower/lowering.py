@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import fx
 
+from stepgraph import compat
 from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
 from stepgraph.capture.stages.forward import trace_forward
@@ -43,6 +44,7 @@ def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = N
     return traced
 
 
+@compat.gpu_context_once()
 def trace(spec: StepSpec, target: Target | None = None) -> Traced:
     """The step as captured. In a pipeline the graph of a microbatch has all stages, which `rewrite` cuts."""
     prepare(spec.passes, spec.disable, target or Target(spec.device.type))
@@ -88,6 +90,7 @@ def _copy_rewritten(program: StepProgram, spec: StepSpec, target: Target | None)
     return rewritten(copied(program), spec, target)
 
 
+@compat.gpu_context_once()
 def rewritten(program: StepProgram, spec: StepSpec, target: Target | None, dump: Path | None = None) -> StepProgram:
     """`rewrite` by passes that need no search for a memory policy."""
     if spec.pipeline is not None:

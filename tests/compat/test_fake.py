@@ -36,3 +36,31 @@ def test_the_code_of_a_lazy_module_is_there_when_it_is_read_or_called():
     module = compat.lazy_graph_module({"one": torch.ones(2)}, graph)
     assert "aten.add.Tensor" in module.code
     assert module(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("strides", [(4, 1), (1, 6), (8, 1), (0, 1)])
+def test_a_fake_tensor_of_its_own_and_a_detached_one_are_what_the_fake_mode_makes(strides):
+    mode = fake_mode()
+    with mode:
+        expected = torch.empty_strided((6, 4), strides, dtype=torch.bfloat16)
+        trained = torch.nn.Parameter(expected[1:])
+    made = compat.empty_fake(mode, (6, 4), strides, torch.bfloat16, torch.device("cpu"))
+    pairs = [(made, expected), (compat.detached(trained), trained.detach())]
+    for found, right in pairs:
+        assert type(found) is type(right) and vars(found) == vars(right)
+        assert found.untyped_storage().nbytes() == right.untyped_storage().nbytes()
+        for part in ("dtype", "shape", "requires_grad", "layout", "device"):
+            assert getattr(found, part) == getattr(right, part)
+        assert (found.stride(), found.storage_offset()) == (right.stride(), right.storage_offset())
+    assert pairs[1][0].untyped_storage()._cdata == trained.untyped_storage()._cdata
+
+
+def test_torch_asks_for_a_gpu_once_in_a_trace(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", asked.append)
+    mode, gpu = fake_mode(), torch.device("cuda", 0)
+    with compat.gpu_context_once():
+        made = [compat.empty_fake(mode, (2,), (1,), torch.float32, gpu) for _ in range(3)]
+    assert {tensor.device for tensor in made} == set(asked) == {gpu} and len(asked) == 1
+    compat.empty_fake(mode, (2,), (1,), torch.float32, gpu)
+    assert len(asked) == 2
