@@ -207,7 +207,7 @@ def fake_tensor(
 @contextlib.contextmanager
 def gpu_context_once() -> Iterator[None]:
     """Inside, torch asks once for each GPU whether it is there, and allocates on it, not for every fake tensor."""
-    ask = vars(fake_tensors).get("init_gpu_context")  # torch 2.11 to 2.13 have it
+    ask = vars(fake_tensors).get("init_gpu_context")  # torch itself remembers since 2.13
     with replaced(fake_tensors, init_gpu_context=functools.cache(ask)) if ask else contextlib.nullcontext():
         yield
 
