@@ -10,7 +10,7 @@ from torch import fx
 
 import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
 from stepgraph.graph.collectives import ROWS_BEGIN, stage_of
-from stepgraph.graph.facts import argument
+from stepgraph.graph.facts import argument, of_target
 from stepgraph.graph.provenance import role_of
 from stepgraph.kernels.fp8.formats import MULTIPLE
 
@@ -19,12 +19,14 @@ ours = torch.ops.stepgraph
 #: Products of the rows of all experts.
 GROUPED = {ours.grouped_mm.default, ours.grouped_mm_weight.default, torch.ops.aten._grouped_mm.default}
 GROUPED |= {ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default}
+_grouped = of_target(GROUPED.__contains__)
 
 #: Write nothing past the last expert's rows.
 LEAVING = {ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.cast_scaled_groups.default}
 
 #: Read no row past the last expert's, and write zeros there, or nothing.
 ROWWISE = LEAVING | {ours.swiglu_rows.default, ours.swiglu_rows_backward.default}
+reads_filled = of_target(ROWWISE.__contains__)
 
 
 def filled(graph: fx.Graph, load: float = 1.0) -> dict[int, float]:
@@ -51,7 +53,7 @@ def filled(graph: fx.Graph, load: float = 1.0) -> dict[int, float]:
 
 def is_grouped(node: fx.Node) -> bool:
     """Whether the node is a product of the rows of all experts."""
-    return node.target in GROUPED
+    return _grouped(node.target)
 
 
 def rows_of(node: fx.Node) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from stepgraph.graph.facts import argument, is_overload
+from stepgraph.graph.facts import argument, is_overload, of_target
 from stepgraph.graph.marks import VISIBLE_PAIRS
 
 aten = torch.ops.aten
@@ -46,7 +46,13 @@ _FP8 = {
 
 #: What is counted here, not by torch.
 _COUNTED = {*_ATTENTION, *_WINDOWED, *_DOCUMENTS, aten._grouped_mm.default}
-_IS_ATTENTION = {*_ATTENTION, *_WINDOWED, *_FLEX_ATTENTION, *_DOCUMENTS}
+_attends = of_target({*_ATTENTION, *_WINDOWED, *_FLEX_ATTENTION, *_DOCUMENTS}.__contains__)
+_multiplies_fp8 = of_target(_FP8.__contains__)
+
+
+@of_target
+def _multiplies(target: torch._ops.OpOverload) -> bool:
+    return target.overloadpacket in flop_registry or target in _COUNTED
 
 
 def flops(node: fx.Node) -> int:
@@ -56,15 +62,15 @@ def flops(node: fx.Node) -> int:
     Causal attention runs half of its scores, and a window those inside it; FlexAttention that the model calls itself
     counts all of them, because its mask is not known.
     """
-    if node.target in _FLEX_ATTENTION:
+    if not is_overload(node):
+        if node.target not in _FLEX_ATTENTION:
+            return 0
         q, k, v = (n.meta["val"] for n in node.args[:3])
         pairs = q.shape[0] * q.shape[1] * node.meta.get(VISIBLE_PAIRS, q.shape[2] * k.shape[2])
         return attention_flops(_FLEX_ATTENTION[node.target], pairs, q.shape[3], v.shape[3])
-    if not is_overload(node):
+    if not _multiplies(node.target):
         return 0
     count = flop_registry.get(node.target.overloadpacket)
-    if count is None and node.target not in _COUNTED:
-        return 0
     values = fx.map_arg(node.args, lambda n: n.meta["val"])
     if node.target in _ATTENTION:
         kinds = _ATTENTION[node.target]
@@ -88,12 +94,12 @@ def flops(node: fx.Node) -> int:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the node is attention, forward or backward."""
-    return node.target in _IS_ATTENTION
+    return _attends(node.target)
 
 
 def is_fp8(node: fx.Node) -> bool:
     """Whether the node multiplies in fp8."""
-    return node.target in _FP8
+    return _multiplies_fp8(node.target)
 
 
 def _products(kinds: tuple[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:

@@ -10,18 +10,18 @@ import torch
 from torch import fx
 
 from stepgraph.costs import attention
-from stepgraph.costs.experts import LEAVING, ROWWISE, filled, is_grouped, rows_of
+from stepgraph.costs.experts import LEAVING, filled, is_grouped, reads_filled, rows_of
 from stepgraph.costs.flops import flops, is_attention, is_fp8
 from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.facts import is_mutating, leaves_rest, tensor_bytes
+from stepgraph.graph.facts import is_mutating, leaves_rest, of_target, tensor_bytes
 
 aten = torch.ops.aten
 
 #: Read only the rows that they return.
-_LOOKUPS = {aten.embedding.default, aten.index.Tensor, aten.gather.default}
+_looks_up = of_target({aten.embedding.default, aten.index.Tensor, aten.gather.default}.__contains__)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
@@ -127,7 +127,7 @@ def _reached(node: fx.Node, gpu: Gpu) -> float:
 def _copied(node: fx.Node, load: float, shares: Mapping[int, float]) -> int | None:
     """Bytes that kernels move where a collective between ranks' memories begins or ends, and of a kernel that reads the
     filled rows of experts alone; None for other nodes. ``load``: as of `Roofline`, ``shares``: as of `_work`."""
-    if node.target in ROWWISE:
+    if reads_filled(node.target):
         share, read = shares.get(rows_of(node), 1.0), sum(map(tensor_bytes, node.all_input_nodes))
         return round(share * read) + round(_written(node, share) * tensor_bytes(node))
     if node.target is collectives.GATHER_BEGIN:
@@ -162,7 +162,7 @@ def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, li
             if root not in inside:
                 # A broadcast reads no more than is there, a slice no more than it shows.
                 part = min(tensor_bytes(source), tensor_bytes(root))
-                read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if node.target in _LOOKUPS else part)
+                read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if _looks_up(node.target) else part)
         if is_mutating(node) and not (len(members) > 1 and node.target is aten.mul_.Tensor):  # clipped in the update
             written += sum(tensor_bytes(n) for n in written_arguments(node))
         if aliases.root(node) is node and not (len(members) > 1 and inside.issuperset(readers[node])):

@@ -7,6 +7,8 @@ from torch import fx
 
 from stepgraph.graph.facts import HIDDEN_WRITES, TRAINING, is_launch, is_mutating, is_view
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes that ``node`` writes into."""
@@ -42,14 +44,14 @@ class Aliases:
         for i, node in enumerate(graph.nodes):
             self.position[node] = i
             written = written_arguments(node) if is_mutating(node) else []
-            self._root[node] = self._find_root(node, written)
-            self._members[self._root[node]].append(node)
+            root = self._root[node] = self._find_root(node, written)
+            self._members[root].append(node)
             for one in written:
                 self.writes[self.root(one)].append(i)
 
     def _find_root(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
         # Waiting for a collective gives back its result; no view, since none may take its place.
-        if is_view(node) or node.target is torch.ops._c10d_functional.wait_tensor.default:
+        if is_view(node) or node.target is _WAIT:
             return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
         # What a writing operator returns is what it wrote only if its schema says so: a loss may be returned too.
         one = len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor)

@@ -19,7 +19,7 @@ import stepgraph.kernels.comm.expert_rows
 import stepgraph.kernels.comm.point_to_point
 import stepgraph.kernels.comm.symmetric_sends  # noqa: F401  (all register their operators)
 from stepgraph import compat
-from stepgraph.graph.facts import argument, tensor_bytes
+from stepgraph.graph.facts import argument, of_target, tensor_bytes
 from stepgraph.graph.provenance import phase_of, role_of
 from stepgraph.graph.step_graph import StepGraph
 
@@ -92,9 +92,12 @@ COLLECTIVES = tuple(op for op, found in OPERATORS.items() if found.stage == "beg
 EXCHANGES = tuple(op for op, found in OPERATORS.items() if found.exchange)
 
 
+_operator = of_target(OPERATORS.get)
+
+
 def operator_of(node: fx.Node) -> Operator | None:
     """The collective operator that ``node`` calls; None where it calls none."""
-    return OPERATORS.get(node.target) if node.op == "call_function" else None
+    return _operator(node.target) if node.op == "call_function" else None
 
 
 def stage_of(node: fx.Node) -> str | None:

@@ -1,9 +1,8 @@
 """Questions about one node: what it calls, what that does, and its neighbours."""
 
-import functools
 import operator
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -17,6 +16,7 @@ from stepgraph.kernels.quant import nf4  # noqa: F401
 
 OpOverload = torch._ops.OpOverload
 aten, ours = torch.ops.aten, torch.ops.stepgraph
+T = TypeVar("T")
 higher_order = torch.ops.higher_order
 
 #: Share their argument's storage although their schema does not say so.
@@ -63,33 +63,35 @@ EXPENSIVE = {
 # Facts of operators are asked for at every node of a graph by most passes, and schemas are slow to read.
 
 
-def _of_operator(fact: Callable[[OpOverload], bool]) -> Callable[[OpOverload], bool]:
-    """``fact``, read once for each operator; these are found by address, as their own hash is computed in Python."""
-    known: dict[int, tuple[OpOverload, bool]] = {}
+def of_target(fact: Callable[[Any], T]) -> Callable[[Any], T]:
+    """``fact`` of what nodes call, read once for each; found by address, as operators compute their hash in Python."""
+    known: dict[int, tuple[Any, T]] = {}
 
-    @functools.wraps(fact)
-    def look_up(target: OpOverload) -> bool:
+    def look_up(target: Any) -> T:
         found = known.get(id(target))
         if found is None:
-            found = known[id(target)] = target, fact(target)  # which keeps it, and so its address
+            found = target, fact(target)
+            if isinstance(target, OpOverload):  # which lives on at its address; a launch holds tensors
+                known[id(target)] = found
         return found[1]
 
     return look_up
 
 
-@_of_operator
+@of_target
 def _draws(target: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
-@_of_operator
-def _writes(target: OpOverload) -> bool:
-    return target._schema.is_mutable or target in HIDDEN_WRITES
+@of_target
+def _writes(target: Any) -> bool:
+    operator = isinstance(target, OpOverload)
+    return isinstance(target, Launch) or (operator and (target._schema.is_mutable or target in HIDDEN_WRITES))
 
 
-@_of_operator
-def _views(target: OpOverload) -> bool:
-    returns = target._schema.returns
+@of_target
+def _views(target: Any) -> bool:
+    returns = target._schema.returns if isinstance(target, OpOverload) else ()
     shares = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
     return shares or target in _HIDDEN_VIEWS
 
@@ -137,7 +139,7 @@ def has_generator(node: fx.Node) -> bool:
 
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return is_launch(node) or (is_overload(node) and _writes(node.target))
+    return node.op == "call_function" and _writes(node.target)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -147,7 +149,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    return is_overload(node) and _views(node.target)
+    return _views(node.target)
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -34,8 +34,8 @@ class Changes:
 
     def changed(self) -> bool:
         """Whether a node has come, gone, moved or changed its call since the last time."""
-        nodes = list(self.step.graph.nodes)
-        return nodes != self.order or any(_differs(n, self.calls[n]) for n in nodes)
+        nodes, calls = list(self.step.graph.nodes), self.calls
+        return nodes != self.order or any(_differs(n, *calls[n]) for n in nodes)
 
     def excerpts(self) -> list[Excerpt]:
         """What has changed since the last time, the most frequent form first."""
@@ -45,7 +45,7 @@ class Changes:
         present = set(order)
         gone = [n for n in old_order if n not in present]
         new = {n: _Call(n.target, n.args, n.kwargs) for n in order if n not in old}
-        kept = {n: _Call(n.target, n.args, n.kwargs) for n in order if n in old and _differs(n, old[n])}
+        kept = {n: _Call(n.target, n.args, n.kwargs) for n in order if n in old and _differs(n, *old[n])}
         now = {**old, **new, **kept}
         self.order, self.calls = order, {n: now[n] for n in order}
         groups = _Groups([*gone, *new])
@@ -105,11 +105,10 @@ def _lines(nodes: Sequence[fx.Node], calls: dict[fx.Node, _Call]) -> list[str]:
     return lines + ([f"... {len(nodes) - _MOST_LINES} more"] if len(nodes) > _MOST_LINES else [])
 
 
-def _differs(node: fx.Node, old: _Call) -> bool:
-    """Whether ``node`` calls something else than ``old``; an equal call in other objects is the same."""
-    if old.args is node.args and old.kwargs is node.kwargs and old.target is node.target:
-        return False
-    return old.target is not node.target or old.args != node.args or old.kwargs != node.kwargs
+def _differs(node: fx.Node, target: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether ``node`` calls something else than it did; an equal call in other objects is the same."""
+    now, named = node.args, node.kwargs
+    return target is not node.target or (args is not now and args != now) or (kwargs is not named and kwargs != named)
 
 
 def _nodes(call: _Call) -> Iterator[fx.Node]:

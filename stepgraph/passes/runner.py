@@ -150,7 +150,7 @@ def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None
             if changed := changes.changed():
                 step.graph.lint()
         report.apply_s = time.perf_counter() - start - report.compile_s
-        report.excerpts = changes.excerpts()
+        report.excerpts = changes.excerpts() if changed else []
     if report.skipped is None:  # a pass may find out itself that it cannot run
         report.terminal = p.terminal
     report.nodes_after = sum(1 for _ in step.nodes()) if changed else report.nodes_before
