@@ -38,9 +38,9 @@ def on_processes(count: int, function: Callable, args: tuple) -> None:
 
 def preload() -> None:
     """What ranks import is imported once, not once a rank; a module that is not there is left out."""
-    multiprocessing.set_forkserver_preload(
-        ["tests.distributed.ranks", "stepgraph.train.trainer", "torch._dynamo", "numpy.random", "triton.runtime"]
-    )
+    others = ["torch._dynamo", "numpy.random", "triton.runtime", "pytest", "hypothesis", "peft"]
+    ours = ["tests.distributed.ranks", "tests.distributed.hf_ranks", "tests.models.moe_models"]
+    multiprocessing.set_forkserver_preload(["stepgraph.train.trainer", *others, *ours])
 
 
 def in_fake_world(rank: int, world: int, function: Callable, *args: Any) -> None:
