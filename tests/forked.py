@@ -17,7 +17,6 @@ import socket
 import sys
 import tempfile
 import threading
-import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -128,7 +127,7 @@ def _run(words: list[str], environment: dict[str, str], folder: str) -> None:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     threading._shutdown()
     atexit._run_exitfuncs()

@@ -7,6 +7,7 @@ import pytest
 
 from stepgraph.bench.lane import Lane, measured, rotated
 from stepgraph.bench.rows import Row
+from tests import forked
 
 #: Echoes its requests, but sleeps, fails or ends where one says so.
 CHILD = """
@@ -27,9 +28,10 @@ for request in requests():
 
 
 @pytest.fixture
-def lane():
-    row = Row(model="m", provider="p")
-    with Lane(row, [sys.executable, "-c", CHILD.replace("\\\\", "\\")]) as lane:
+def lane(tmp_path):
+    program, row = tmp_path / "child.py", Row(model="m", provider="p")
+    program.write_text(CHILD)
+    with Lane(row, [forked.python(), str(program)]) as lane:
         assert lane.ask({"name": "x"}) == {"job": {"name": "x"}}
         yield lane
 

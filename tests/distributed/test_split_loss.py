@@ -11,7 +11,7 @@ from stepgraph.costs.memory import estimate_memory
 from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
 from stepgraph.parallel import MeshSpec, cross_entropy, next_token_loss
 from stepgraph.passes import configured, get, run_passes
-from tests.distributed.ranks import BATCH, SEQ, TINY, make_mesh, on_ranks, own_batch, parallel_model
+from tests.distributed.ranks import BATCH, SEQ, TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
 
 FUSE = replace(get("fuse_loss"), needs_cuda=False)
 EXACT = configured("exact", cuda_graph=False)
@@ -75,25 +75,36 @@ def check_memory():
     assert before - estimate_memory(step.graph).peak >= 2 * 4 * size, "two fp32 tensors lay beside the logits"
 
 
-def check_readers():
-    """Logits that others read keep their values; what is not this loss stays as it is."""
-    mesh = make_mesh("tp=2")
-    tp = mesh.axis("tp")
+def read_after(mesh):
+    """A loss that reads the logits once more."""
 
-    def read_after(model, batch):
+    def loss_fn(model, batch):
         logits = model(batch["tokens"]).flatten(0, 1)
-        return cross_entropy(logits, batch["targets"].flatten(), tp) + logits.tanh().mean()
+        return cross_entropy(logits, batch["targets"].flatten(), mesh.axis("tp")) + logits.tanh().mean()
+
+    return loss_fn
+
+
+def check_readers():
+    """Logits that others read keep their values."""
+    mesh = make_mesh("tp=2")
 
     def squared(model, batch):
         return next_token_loss(mesh)(model, batch) ** 2
 
-    for loss_fn in (read_after, squared):
+    for loss_fn in (read_after(mesh), squared):
         expected = trained(mesh, loss_fn, "exact")
         loss, grads, _ = trained(mesh, loss_fn, [*EXACT, FUSE])
         torch.testing.assert_close(loss, expected[0])
         for name, grad in expected[1].items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-6, msg=name)
-    _, step, _ = rewritten(mesh, read_after)
+
+
+def check_graphs():
+    """Logits that others read are copied; what is not this loss stays as it is."""
+    mesh = make_mesh("tp=2")
+    tp = mesh.axis("tp")
+    _, step, _ = rewritten(mesh, read_after(mesh))
     (gradient,) = calls(step.graph, split_gradient_)
     assert gradient.args[0].target is torch.ops.aten.clone.default
 
@@ -110,8 +121,12 @@ def check_readers():
     assert report.matched == 0 and "no cross entropy" in report.summary
 
 
-def test_memory_and_readers():
-    on_ranks(2, check_all_of, (check_memory, check_readers, check_recomputed))
+def test_memory_and_what_is_rewritten():
+    in_fake_world(1, 2, check_all_of, (check_memory, check_graphs))
+
+
+def test_readers_and_recomputation():
+    on_ranks(2, check_all_of, (check_readers, check_recomputed))
 
 
 def check_all_of(checks):

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from stepgraph.bench.step import child, providers
 from stepgraph.bench.step import command as step
 from stepgraph.passes import StepOptions
 from stepgraph.passes.options import check_step
+from tests import forked
 
 SIZES = {
     "model.dim": 32,
@@ -41,8 +41,7 @@ def record(tmp_path_factory):
     """A run with a provider that is right, one that is wrong and one that fails: exit status, its record, its path."""
     path = tmp_path_factory.mktemp("bench") / "step.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", "no-such-compiler")  # torch.compile cannot compile
-        patch.setattr(step, "CHILD", [sys.executable, str(Path(__file__).parent / "wrong_child.py")])
+        patch.setattr(step, "CHILD", [forked.python(), str(Path(__file__).parent / "wrong_child.py")])
         patch.setitem(step.PROVIDERS, "wrong", None)
         names = "eager,wrong,compile,stepgraph-exact"
         status = bench.main(["step", "llama3-debug", *TINY, "--providers", names, "--json", str(path)])
