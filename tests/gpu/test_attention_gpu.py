@@ -216,6 +216,30 @@ def calls(backend, q, k, v, dy, causal):
 # What stays, and what is refused
 
 
+class Copied(Attend):
+    """Its keys go behind an empty cache's, its values are made contiguous."""
+
+    def forward(self):
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+        k, v = torch.cat([k.new_empty(0), k], dim=-2), v.contiguous()
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("backend", ["cudnn", "flash2"])
+def test_copies_of_its_inputs_are_not_made(backend, heads):
+    torch.manual_seed(0)
+    copied, plain = Copied(2, 256, heads, (64, 64), True), Attend(2, 256, heads, (64, 64), True)
+    plain.load_state_dict(copied.state_dict())
+    batch, found = dy_for(plain), []
+    for model in (copied, plain):
+        step, report = captured(model, batch, backend)
+        found.append([step(batch), *(step(batch) for _ in range(3)), *(p.grad for p in model.parameters())])
+        assert ("2 of their inputs are read where they lie, and not copied before" in report.notes) == (model is copied)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_dropout_stays_and_draws_anew_in_every_replay():
     model = Attend(2, 128, (4, 4), (64, 64), True, dropout=0.25)
     batch = dy_for(model)

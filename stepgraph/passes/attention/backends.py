@@ -134,9 +134,13 @@ def torch_refuses(backend: Backend, forward: fx.Node, differentiable: bool) -> s
 
 def unaligned(forward: fx.Node) -> bool:
     """Whether rows of queries, keys or values do not begin at multiples of 16 bytes, or share memory."""
-    values = [argument(forward, name).meta["val"] for name in ("query", "key", "value")]
-    strides = [s for value in values for size, s in zip(value.shape[:3], value.stride()[:3], strict=True) if size > 1]
-    return any(v.stride(3) != 1 or v.storage_offset() % 8 for v in values) or any(not s or s % 8 for s in strides)
+    return any(odd_rows(argument(forward, name).meta["val"]) for name in ("query", "key", "value"))
+
+
+def odd_rows(value: torch.Tensor) -> bool:
+    """`unaligned`, of ``value``: (batch, heads, length, width) in 16 bits."""
+    strides = [s for size, s in zip(value.shape[:3], value.stride()[:3], strict=True) if size > 1]
+    return value.stride(3) != 1 or bool(value.storage_offset() % 8) or any(not s or s % 8 for s in strides)
 
 
 # Their nodes

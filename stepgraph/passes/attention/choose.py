@@ -11,28 +11,30 @@ FlexAttention (see `flex`) also takes a mask that the graph alone determines and
 one of booleans that each step makes, as of packed documents: ``auto`` gives it masks of which it skips much.
 Else ``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A
 named backend is taken for all, or the capture fails with the first attention that it does not take.
+FlashAttention 2's and cuDNN's kernels read queries, keys and values where they lie: copies made for them alone go.
 Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16 (flex: fp32 too), no mask (flex: a
 band or booleans), no dropout (another kernel would draw other numbers). What stays is listed with its reason.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
 from torch import fx
 
 from stepgraph.costs.attention import Backend
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, getitem_users
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.attention import installed
-from stepgraph.passes.attention.backends import BACKENDS, REPEATS, backward_nodes, forward_nodes
+from stepgraph.passes.attention.backends import BACKENDS, REPEATS, backward_nodes, forward_nodes, odd_rows
 from stepgraph.passes.attention.decide import AttentionOptions, Decision, decide, refused
 from stepgraph.passes.attention.flex import FlexNodes
 from stepgraph.passes.attention.mask import Masks
-from stepgraph.passes.attention.nodes import BACKWARD, take_place
+from stepgraph.passes.attention.nodes import BACKWARD, copied_from, take_place
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
 
@@ -83,14 +85,19 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
     report.matched = len(decisions) + len(others)
     if options.backend != "auto":
         _refuse(decisions, others, masks, options)
+    aliases = Aliases(step.graph)
+    lying = {d.node: _lying(d, aliases) for d in decisions if d.backend in ("cudnn", "flash2")}
     for decision in decisions:
-        if decision.changes:
-            _rewrite(decision, flex, options)
-            report.changed += 1
+        instead = lying.get(decision.node, {})
+        if decision.changes or instead:
+            _rewrite(decision, flex, options, instead)
+            report.changed += decision.changes
     by_backend = Counter([*(d.backend for d in decisions), *(_OTHERS[node.target] for node in others)])
     counts = ", ".join(f"{count} by {backend}" for backend, count in by_backend.items())
     report.summary = f"{report.matched} attentions, {report.changed} changed: {counts}" if counts else "no attention"
     report.notes += _notes(decisions, others)
+    if saved := sum(map(len, lying.values())):
+        report.notes.append(f"{saved} of their inputs are read where they lie, and not copied before")
     if not report.matched and options.backend != "auto":
         report.notes.append("nothing to run by it: torch decomposes attention that none of its kernels takes")
 
@@ -117,12 +124,41 @@ def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, opti
     )
 
 
-def _rewrite(decision: Decision, flex: FlexNodes, options: AttentionOptions) -> None:
-    """Replace the nodes by the nodes of the chosen backend."""
+def _lying(decision: Decision, aliases: Aliases) -> dict[fx.Node, fx.Node]:
+    """Queries, keys and values that are copies which this attention alone reads -> what they are copies of, where a
+    kernel can read that as it lies, nothing writes it meanwhile, and no more memory is kept for backward.
+
+    Models of transformers put keys and values behind those of an empty cache (``cat``), and many make them contiguous.
+    """
+    found = decision.attention
+    if isinstance(found, str) or found.mask is not None:
+        return {}
+    readers = {found.forward, *found.backwards}
+    until = max(aliases.position[reader] for reader in readers)
+    inputs = dict.fromkeys(argument(found.forward, name) for name in ("query", "key", "value"))
+    sources = {}
+    for copy in inputs:
+        source, made = copied_from(copy), copy.meta["val"]
+        if source is None or not set(copy.users) <= readers or aliases.written_between(copy, 0, until):
+            continue
+        root, value = aliases.root(source), source.meta["val"]
+        held = value.untyped_storage().nbytes() <= made.nbytes or root in {
+            aliases.root(other) for other in inputs if other is not copy
+        }
+        written = aliases.written_between(source, aliases.position[copy], until)
+        if held and not written and not odd_rows(value):
+            sources[copy] = source
+    return sources
+
+
+def _rewrite(
+    decision: Decision, flex: FlexNodes, options: AttentionOptions, instead: Mapping[fx.Node, fx.Node]
+) -> None:
+    """Replace the nodes by the nodes of the chosen backend, which read other inputs ``instead``."""
     found, backend, seen = decision.attention, decision.backend, decision.seen
     forward = found.forward
     causal, scale = bool(argument(forward, "is_causal")), argument(forward, "scale")
-    inputs = [argument(forward, name) for name in ("query", "key", "value")]
+    inputs = [instead.get(n, n) for n in (argument(forward, name) for name in ("query", "key", "value"))]
     build = Builder(forward, before=forward)
     if backend == "flex":
         out, *saved = flex.forward(build, inputs, seen, scale)
@@ -130,7 +166,7 @@ def _rewrite(decision: Decision, flex: FlexNodes, options: AttentionOptions) -> 
         out, *saved = forward_nodes(backend, build, inputs, causal, scale, bool(found.backwards))
     for backward in found.backwards:
         build = Builder(backward, before=backward)
-        mine = [argument(backward, name) for name in ("query", "key", "value")]
+        mine = [instead.get(n, n) for n in (argument(backward, name) for name in ("query", "key", "value"))]
         grad, kept = backward.args[0], (out, *saved)
         if backend == "flex":
             grads = flex.backward(build, grad, mine, kept, seen, scale)

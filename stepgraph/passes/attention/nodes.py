@@ -77,3 +77,17 @@ def take_place(old: fx.Node, new: fx.Node) -> None:
         new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
         new = build(aten.permute.default, new, back)
     old.replace_all_uses_with(new)
+
+
+def copied_from(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a copy of, by ``clone`` or by ``cat`` with empty tensors; None if it is none."""
+    current = node
+    while True:
+        if current.target is aten.clone.default:
+            current = current.args[0]
+            continue
+        parts = current.args[0] if current.target is aten.cat.default else []
+        whole = [part for part in parts if part.meta["val"].numel()]
+        if len(whole) != 1 or whole[0].meta["val"].dtype != node.meta["val"].dtype:
+            return None if current is node else current
+        current = whole[0]

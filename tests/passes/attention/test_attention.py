@@ -171,6 +171,51 @@ def test_layouts_of_cudnn_are_kept_without_a_copy():
             assert count(step, aten.permute.default) == 0, (layouts, backend)
 
 
+def contiguous(x):
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+COPIES = dict.fromkeys(("contiguous", "read elsewhere", "written", "part of more", "odd rows"), contiguous) | {
+    "an empty cache": lambda x: torch.cat([x.new_empty(0), x], dim=-2),
+    "both": lambda x: torch.cat([x.new_empty(0), contiguous(x)], dim=-2),
+}
+
+
+@pytest.mark.parametrize("op", ["cudnn", "flash2"])
+@pytest.mark.parametrize("kind", COPIES)
+def test_inputs_are_read_where_they_lie(kind, op):
+    """But for copies that others read, of what is written, of a small part of memory, of rows that do not align."""
+
+    def program(q, key, value, dy):
+        k, v = (COPIES[kind](x) for x in (key, value))
+        if kind == "written":
+            key, value = key.mul_(2), value.mul_(2)
+        results = attend(op, q, k, v, dy)
+        return *results, *([k, v] if kind == "read elsewhere" else [])
+
+    row = {"part of more": 3 * 256, "odd rows": 257}.get(kind, 256)
+    with FakeTensorMode():
+        whole = [
+            torch.empty_strided((2, 48, 4, 64), (48 * n, n, 64, 1), dtype=BF16, device="cuda")
+            for n in (256, row, row, 256)
+        ]
+        module = make_fx(program)(*(x.transpose(1, 2) for x in whole))
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            phase = "backward" if "backward" in str(node.target) else "forward"
+            set_provenance(node, Provenance("attn", phase, "model.py:1"))
+    step = StepGraph(module, [InputSpec(BatchLeaf(i)) for i in range(4)], [])
+    step.outputs = [Metric(str(i)) for i in range(len(module.graph.output_node().args[0]))]
+    before = forms(step)
+    report = rewritten(step)
+    ((q, k, v),) = [n.args[:3] for n in step.graph.nodes if n.target is FORWARD[op]]
+    lies = kind in ("an empty cache", "contiguous", "both")
+    assert [k.op == v.op == "placeholder", any("where they lie" in note for note in report.notes)] == [lies, lies]
+    assert forms(step) == before and (report.changed, q.op) == (0, "placeholder")
+    copies = count(step, aten.cat.default) + count(step, aten.clone.default)
+    assert copies == 2  # of the gradients, which readers know as contiguous, or of what stays
+
+
 @pytest.mark.parametrize("backend", ["flash2", "fa4"])
 def test_forward_alone(backend):
     def program(q):
