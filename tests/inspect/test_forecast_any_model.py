@@ -151,6 +151,23 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(rows, accumulate):
     assert at(largest - step).fits and not at(largest + step).fits
 
 
+def test_the_largest_batch_fits_where_memory_is_not_linear():
+    """Scores of each sample with each other: lines through two batches would promise too much."""
+    model = nn.Linear(64, 64)
+
+    def loss_fn(model, batch):
+        x = model(batch["x"])
+        return (x @ x.t()).square().mean()
+
+    def at(rows):
+        batch = {"x": torch.empty(rows, 64, device="meta")}
+        return stepgraph.forecast(model, loss_fn, batch, torch.optim.SGD(model.parameters()), passes=OFF)
+
+    first = at(4096)
+    largest = first.largest_batch
+    assert f"{largest}" in first.batch_note and at(largest).fits and not at(2 * largest).fits
+
+
 def test_no_batch_is_promised_for_a_peak_beyond_the_gpus():
     options = stepgraph.StepOptions("exact", memory="peak=100GiB")
     found = stepgraph.forecast(*tower_step(), device="h100", passes=options)

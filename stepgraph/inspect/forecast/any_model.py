@@ -46,7 +46,7 @@ from stepgraph.passes.waiting import Waiting
 _FIXED = ("parameters", "optimizer", "gradients")
 #: Groups of tensors that the text shows.
 _SHOWN = 10
-#: Batches that are traced at most to find the largest one under a peak.
+#: Batches that are traced at most to find the largest one that fits.
 _MOST_BATCHES = 6
 
 
@@ -85,8 +85,8 @@ class StepForecast:
     largest first. ``step_s``: seconds of a step. ``products_share``: the share of the published FLOP/s that the model's
     products and attention reach, recomputation not counted, in [0, 1].
 
-    ``largest_batch``: estimate of the largest batch that fits with these options, 0 where none does, None where it is
-    not known; ``batch_note`` says how it was found, or why it is not known. ``policies``: the step under each memory
+    ``largest_batch``: the largest batch that was traced and fits with these options, 0 where none does, None where it
+    is not known; ``batch_note`` says how it was found, or why it is not known. ``policies``: the step under each memory
     policy, the one that recomputes least first.
     """
 
@@ -169,7 +169,7 @@ def forecast(
     """Forecast the training step that `stepgraph.capture` would make of the same arguments, on a GPU that need not be
     there: peak memory and what fills it, step time, the largest batch, and what each memory policy would change.
 
-    The step is traced twice without values, for ``batch`` and for another batch size: nothing is computed, and no
+    The step is traced a few times without values, for ``batch`` and for other batch sizes: nothing is computed, and no
     tensor of the model's, the gradients' or the optimizer's size is allocated. The model and the optimizer are not
     changed.
 
@@ -317,10 +317,11 @@ def _grouped(entries: Sequence[tuple[int, _Key, str]]) -> tuple[Held, ...]:
 
 
 def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu) -> tuple[int | None, str]:
-    """(estimate of the largest batch whose step fits, or None; how it was found, or why it is not known).
+    """(the largest batch whose step was traced and fits, or None; how it was found, or why it is not known).
 
-    In each phase the fullest moment is linear in the batch: of two traced batches, the second one is as large as the
-    first one's memory suggests.
+    In each phase the fullest moment counts as linear in the batch between two that were traced. It is not quite: how
+    many parts a head is computed in, for example, depends on the batch. So each batch that the lines say fits is
+    traced, until the next one would be less than a hundredth larger.
     """
     sizes = set(batch_sizes(flatten_batch(spec.batch)[0]))
     if len(sizes) != 1:
@@ -337,21 +338,39 @@ def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu
     other = 2 * rows if fits else rows // 2
     if guess is not None and (guess > rows if fits else guess < rows):
         other = max(guess, 1)
-    try:
-        second = _cost(rewrite(*_at_batch(spec, other * n, gpu)), spec, gpu)
-    except Exception as error:  # it is not the user's batch: a model may refuse it
-        return None, f"a batch of {other * n} cannot be traced: {first_line(error)}"
-    first, then = _peak_by_phase(cost), _peak_by_phase(second)
+    peaks, note = {rows: _peak_by_phase(cost)}, ""
+    for _ in range(_MOST_BATCHES):
+        try:
+            peaks[other] = _peak_by_phase(_cost(rewrite(*_at_batch(spec, other * n, gpu)), spec, gpu))
+        except Exception as error:  # it is not the user's batch: a model may refuse it
+            note = f"a batch of {other * n} cannot be traced: {first_line(error)}"
+            break
+        met = [size for size, found in peaks.items() if max(found.values()) <= gpu.memory]
+        over = [size for size in peaks if size not in met]
+        low, high = max(met, default=0), min(over, default=math.inf)
+        first, then = (low, high) if met and over else sorted(met)[-2:] if met else sorted(over)[:2]
+        aim = min(_where_full(first, peaks[first], then, peaks[then], gpu.memory), high - 1)
+        if aim == math.inf:
+            return None, f"the peak does not grow between batches of {first * n} and {then * n}"
+        other = max(math.floor(aim), math.isqrt(low * high) if over else low)
+        if other <= low or other < 1.01 * low:
+            break
+    if note and len(peaks) == 1:
+        return None, note
+    tried = ", ".join(str(size * n) for size in sorted(peaks))
+    return low * n, f"the largest that fits of {tried}" + (note and f"; {note}")
+
+
+def _where_full(a: int, low: Mapping[str, int], b: int, high: Mapping[str, int], memory: float) -> float:
+    """The rows at which some phase fills ``memory``, on lines through what each needs with ``a`` and ``b`` rows."""
     most = math.inf
-    for phase in first.keys() & then.keys():
-        slope = (then[phase] - first[phase]) / (other - rows)
+    for phase in low.keys() & high.keys():
+        slope = (high[phase] - low[phase]) / (b - a)
         if slope > 0:
-            most = min(most, rows + (gpu.memory - first[phase]) / slope)
-        elif first[phase] > gpu.memory:
-            most = 0
-    if most == math.inf:
-        return None, f"the peak does not grow between batches of {rows * n} and {other * n}"
-    return max(math.floor(most), 0) * n, f"estimated from traces of {rows * n} and {other * n}"
+            most = min(most, a + (memory - low[phase]) / slope)
+        elif low[phase] > memory:
+            most = 0.0
+    return most
 
 
 def _largest_under_peak(spec: StepSpec, search: PeakSearch, rows: int, gpu: Gpu) -> tuple[int | None, str]:

@@ -12,7 +12,7 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for t
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ from stepgraph.graph.provenance import phase_of, provenance, role_of, set_proven
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Buffer, Parameter
 from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.memory.policy import POLICIES, MemoryPolicy, module_actions, parse_policy
+from stepgraph.passes.memory.policy import MemoryPolicy, module_actions, parse_policy
 
 aten = torch.ops.aten
 
@@ -147,9 +147,16 @@ class Plan:
         Recomputing a small result may need a large one that was not kept before: a stronger policy that would keep
         more gives way to the weaker one.
         """
-        marked = self.checkpointed() | self.dequantized()
-        choices = [marked, marked | self.selective(), marked | self.full()]
-        return min(choices[: 1 + POLICIES.index(policy)], key=self.kept_bytes)
+        choices = [marked := self.checkpointed() | self.dequantized()]
+        if policy in ("selective", "full"):
+            choices.append(marked | self.selective())
+            if self.kept_bytes(choices[1]) > self.kept_bytes(
+                marked
+            ):  # sums of two products, as of LoRA, which are kept
+                choices[1] = marked | self.cut(choices[1])
+        if policy == "full":
+            choices.append(marked | self.full())
+        return min(choices, key=self.kept_bytes)
 
     def candidates(self) -> Iterable[fx.Node]:
         """Every forward root that can be computed again, whether or not backward reads it now."""
@@ -290,6 +297,39 @@ class Plan:
                 continue
             queue += self.sources(root)
         return kept
+
+    def cut(self, repeatable: Collection[fx.Node]) -> set[fx.Node]:
+        """The roots among ``repeatable`` to compute again so that the fewest bytes are kept: a minimum cut of forward
+        between what cannot be computed again and what backward reads."""
+        import networkx as nx  # slow to load
+
+        network = nx.DiGraph()
+        latest = len(self.nodes)
+        seen: set[fx.Node] = set()
+        queue = list(self.saved)
+        for root in queue:
+            network.add_edge((root, "out"), "backward")
+        while queue:
+            root = queue.pop()
+            if root in seen:
+                continue
+            seen.add(root)
+            # Between equal choices the later result is the better one: less is left to compute.
+            cost = tensor_bytes(root) * (2 - self.aliases.position[root] / latest * 1e-3)
+            several = isinstance(root.meta.get("val"), (list, tuple))
+            network.add_edge((root, "in"), (root, "out"), **({} if several else {"capacity": cost}))
+            if root not in repeatable:
+                network.add_edge("forward", (root, "in"))
+                continue
+            for source in self.sources(root):
+                if source.op == "call_function":  # inputs of the graph are there anyway
+                    network.add_edge((source, "out"), (root, "in"))
+                    queue.append(source)
+        if "forward" not in network or "backward" not in network:
+            return set()
+        _, (kept_side, _) = nx.minimum_cut(network, "forward", "backward")
+        # What lies beyond the cut is computed again.
+        return {root for root in seen if (root, "in") not in kept_side}
 
     def sources(self, root: fx.Node) -> list[fx.Node]:
         """The roots that the operator behind ``root`` reads."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph.facts import is_launch, tensor_bytes
+from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.contract import NoOptions, PassReport, register
@@ -49,46 +49,18 @@ def rematerialize(step: StepGraph) -> tuple[int, int, int]:
     """
     plan = Plan(step, forward=("forward",))
     before = plan.kept_bytes(set())
-    dropped = _minimum_cut(plan)
+    dropped = plan.cut(_repeatable(plan))
     after = plan.kept_bytes(dropped)
     return plan.rewrite(dropped), before, after
 
 
-def _minimum_cut(plan: Plan) -> set[fx.Node]:
-    """The roots to compute again."""
-    import networkx as nx  # slow to load
-
-    network = nx.DiGraph()
-    latest = len(plan.nodes)
-    repeatable = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
-    repeatable = {root for root in repeatable if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
+def _repeatable(plan: Plan) -> set[fx.Node]:
+    """The roots that may be computed again."""
+    found = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
+    found = {root for root in found if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
     # Backward would need the last sum of a residual stream first, and with it all earlier ones at once.
-    repeatable = {root for root in repeatable if not plan.leaves_block(root)}
-    seen: set[fx.Node] = set()
-    queue = list(plan.saved)
-    for root in queue:
-        network.add_edge((root, "out"), "backward")
-    while queue:
-        root = queue.pop()
-        if root in seen:
-            continue
-        seen.add(root)
-        # Between equal choices the later result is the better one: less is left to compute.
-        cost = tensor_bytes(root) * (2 - plan.aliases.position[root] / latest * 1e-3)
-        several = isinstance(root.meta.get("val"), (list, tuple))
-        network.add_edge((root, "in"), (root, "out"), **({} if several else {"capacity": cost}))
-        if root not in repeatable or _feeds_product(plan, root):
-            network.add_edge("forward", (root, "in"))
-            continue
-        for source in plan.sources(root):
-            if source.op == "call_function":  # inputs of the graph are there anyway
-                network.add_edge((source, "out"), (root, "in"))
-                queue.append(source)
-    if "forward" not in network or "backward" not in network:
-        return set()
-    _, (kept_side, _) = nx.minimum_cut(network, "forward", "backward")
-    # What lies beyond the cut is computed again.
-    return {root for root in seen if (root, "in") not in kept_side}
+    found = {root for root in found if not plan.leaves_block(root)}
+    return {root for root in found if not _feeds_product(plan, root)}
 
 
 def _reduces(plan: Plan, root: fx.Node) -> bool:

@@ -289,6 +289,25 @@ def test_recomputing_never_keeps_more(tools):
     assert none >= selective >= full
 
 
+class Adapted(nn.Module):
+    """A frozen layer with two adapters, as LoRA has one: backward reads a sum of three products."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.out = nn.Linear(8, 32, bias=False).requires_grad_(False), nn.Linear(32, 8, bias=False)
+        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 32, bias=False)
+
+    def forward(self, x):
+        return x + self.out(nn.functional.silu(self.frozen(x) + self.b(self.a(x)) + self.b(self.a(x * 0.5))))
+
+
+def test_a_sum_of_products_is_kept_and_what_follows_it_is_not(tools):
+    """To compute the sum again all products would be kept: `selective` then kept more than `none`, and gave way."""
+    plan = Plan(tools.trace(nn.Sequential(Adapted(), Adapted()), tools.mse, tools.vectors(16, 8)[0]))
+    none, selective = (plan.kept_bytes(plan.dropped(p)) for p in POLICIES[:2])
+    assert plan.kept_bytes(plan.selective()) > none > selective
+
+
 @pytest.mark.parametrize(
     "text", ["half", "full=1", "budget", "budget=", "budget=-1", "budget=0", "budget=nan", "budget=inf", "budget=8MB"]
 )
