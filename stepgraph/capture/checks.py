@@ -335,27 +335,66 @@ def refusing_scalers(recorder: Recorder) -> Iterator[None]:
         torch.amp.GradScaler.scale = scale
 
 
-def refuse_kept(model: nn.Module, known: set[int]) -> None:
-    """Raise if a module keeps a tensor of the step: it would be fake, and stale in the next step."""
-    for key, where in kept_tensors(model).items():
-        if key not in known:
-            raise CaptureError(f"{where}, which a captured step cannot do; {_instead_of_keeping(model)}")
+@contextlib.contextmanager
+def refusing_conversions(recorder: Recorder) -> Iterator[None]:
+    """Inside, ``module.to(...)`` and the like are refused where they change a tensor of the model, and else do nothing:
+    torch would assign each tensor's ``data``, also where it is the same."""
+    plain = nn.Module._apply
 
-
-def _instead_of_keeping(model: nn.Module) -> str:
-    """What to do about a tensor that a module keeps; torch's older utilities compute a weight before each forward."""
-    for path, module in named_modules(model):
-        for hook in module._forward_pre_hooks.values():
-            kind = type(hook).__name__
-            name = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}.get(kind)
-            if type(hook).__module__.startswith("torch.nn.utils.") and name:
-                return f"use torch.nn.utils.parametrizations.{name} instead of torch.nn.utils.{name} on {path or 'it'}"
-            if type(hook).__module__ == "torch.nn.utils.prune":
-                return (
-                    f"use torch.nn.utils.parametrize.register_parametrization with a mask on {path or 'it'}, or "
-                    "torch.nn.utils.prune.remove to make the pruning permanent"
+    def apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+        tensors = [*module.parameters(recurse), *module.buffers(recurse)]
+        if not any(map(compat.is_fake, tensors)):
+            return plain(module, convert, recurse)
+        for tensor in tensors:
+            if (new := convert(tensor)) is not tensor:
+                raise CaptureError(
+                    f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(1))}) turns "
+                    f"a {tensor.dtype} tensor of {type(module).__name__} on {tensor.device} into {new.dtype} on "
+                    f"{new.device} in forward, and a captured step cannot change the form of its state; convert it "
+                    "before, or run the model once before the capture"
                 )
-    return "register it as a buffer, or run the model once before the capture if it is made but once"
+        return module
+
+    with compat.replaced(nn.Module, _apply=apply):
+        yield
+
+
+def kept_of_step(model: nn.Module, known: set[int]) -> str:
+    """Where modules keep tensors of the step in plain attributes: each call is to write them before it reads them,
+    which a second trace shows. Raise for one in a new buffer, which is the state of later steps."""
+    kept = [one for one in kept_tensors(model) if one.id not in known]
+    for one in kept:
+        if one.is_state:
+            raise CaptureError(
+                f"forward puts a tensor of the step into {one.place}, where there was none, which a captured step "
+                "cannot do; register that buffer before, with a tensor of its form"
+            )
+    places = list(dict.fromkeys(one.place for one in kept))
+    return ", ".join(places[:4]) + f" and {len(places) - 4} more places" * (len(places) > 4)
+
+
+@contextlib.contextmanager
+def refusing_kept(kept: str) -> Iterator[None]:
+    """Raise what fails inside, a second trace, as a refusal of what the first one ``kept``."""
+    try:
+        yield
+    except Exception as error:
+        if not kept:
+            raise
+        raise CaptureError(
+            f"forward keeps tensors of the step in {kept}, and its next call reads one, which a captured step cannot "
+            "do; register it as a buffer with a first value, or run the model once before if it is made but once"
+        ) from error
+
+
+def warn_of_kept(kept: str) -> None:
+    """Say that a captured step leaves what modules keep."""
+    if kept:
+        warnings.warn(
+            f"forward keeps tensors of the step in {kept}, and a captured step leaves there what was before: read them "
+            "in the loss, or report them by stepgraph.metric",
+            stacklevel=2,
+        )
 
 
 def refuse_layouts(step: StepGraph) -> None:

@@ -30,6 +30,7 @@ _FIXES = (
     (r"selective activation", "eager refuses that too: let its policy recompute what is written in place"),
     (r"_unique|nonzero|masked_select", "use torch.where or masks"),
 )
+_CHOICES = (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)
 _ANY_FIX = (
     "if eager fails there too, the model is wrong; if not, make what torch cannot trace an operator by "
     "torch.library.custom_op, or compute it outside and pass it in the batch"
@@ -83,11 +84,16 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
     if operator == ".data_ptr()":
         asks = f"{operator} asks where a tensor lies while the step is only shapes, as launches outside Triton do"
         return asks, "make the launch an operator by torch.library.custom_op"
-    if "expert" in f"{path}.{type(module).__name__}".lower():
+    named = "expert" in f"{path}.{type(module).__name__}".lower()
+    if named or _is_routed(recorder.latest):
         asks = f"{operator} asks which experts have tokens, to call them one by one"
+        asks = asks if named else f"{operator} asks what a topk or argmax chose, as a loop over experts does"
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             return asks, 'set model.set_experts_implementation("grouped_mm")'
-        return asks, f"write {type(module).__name__}.forward by stepgraph.kernels.moe, as docs/capture.md shows"
+        return asks, (
+            f"write {type(module).__name__}.forward by stepgraph.kernels.moe, as docs/capture.md shows, or give each "
+            "expert all tokens and weight its result by 0 where it was not chosen"
+        )
     if "dynamic" in str(getattr(module, "rope_type", "")):
         return f"{operator} asks whether a batch is longer than all before", (
             "a dynamic RoPE takes its frequencies from the longest batch so far, which Python keeps: raise "
@@ -110,6 +116,16 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
             "differ, would run different graphs; use torch.where or masks, or train on one GPU"
         )
     return needs, _fix(operator, "use torch.where or masks, or pass what the host decides in the batch as a number")
+
+
+def _is_routed(node: fx.Node | None) -> bool:
+    """Whether ``node`` follows within a few operators from the largest of some numbers, as a router's choice does."""
+    pending = [node] if node is not None else []
+    for seen in pending:
+        if seen.target in _CHOICES:
+            return True
+        pending += [source for source in seen.all_input_nodes if source not in pending][: 16 - len(pending)]
+    return False
 
 
 def _is_drawn(node: fx.Node | None) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -162,9 +163,17 @@ def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Ten
             now.update(before)
 
 
-def kept_tensors(model: nn.Module) -> dict[int, str]:
-    """Fake tensors that the model's modules hold, in attributes or in containers in them: id -> where."""
-    found = {}
+class KeptTensor(NamedTuple):
+    """The id of a fake tensor that a module holds, where, and whether as a parameter or buffer."""
+
+    id: int
+    place: str
+    is_state: bool
+
+
+def kept_tensors(model: nn.Module) -> list[KeptTensor]:
+    """Fake tensors that the model's modules hold, in attributes or in containers in them."""
+    found = []
     for path, module in named_modules(model):
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
@@ -173,9 +182,9 @@ def kept_tensors(model: nn.Module) -> dict[int, str]:
                 leaves = compat.pytree.tree_leaves(list(value) if isinstance(value, set) else value)
             else:
                 continue
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor) and compat.is_fake(leaf):
-                    found[id(leaf)] = f"module {path or 'model'} keeps a tensor of the step in {key}"
+            place, is_state = f"{path or 'model'}.{key}", key in ("_parameters", "_buffers")
+            fakes = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and compat.is_fake(leaf)]
+            found += [KeptTensor(id(fake), place, is_state) for fake in fakes]
     return found
 
 

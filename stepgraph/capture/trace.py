@@ -35,6 +35,7 @@ from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.python.reads import Change, Reads
 from stepgraph.capture.python.replay import FILLS, Replay, ReplayError
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
+from stepgraph.capture.python.values import fake_inside
 from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.repeats import RunAgain, calls_to_repeat
@@ -150,7 +151,7 @@ def trace_step(
 
 def _traced(*given: Any) -> Traced:
     """`trace_step` with the arguments of `StepTrace`."""
-    model, batch, accumulate, exact = given[0], given[2], given[5], given[8]
+    batch, accumulate, exact = given[2], given[5], given[8]
     given = (*given, None, ())  # `StepTrace`'s ``repeated`` and ``hosted``
     trace = StepTrace(*given)
     try:
@@ -165,19 +166,21 @@ def _traced(*given: Any) -> Traced:
                     given = (*given[:14], found.hosted)
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
-        moving = trace.replay.prove(model) if trace.replay else []
+        moving = trace.prove_replay()
         places = {(id(change.holder), change.key) for change in moving}
         trace.changes = [change for change in trace.changes if (id(change.holder), change.key) not in places]
         if trace.changes:
-            with writes.after(trace.changes):
+            with writes.after(trace.changes), checks.refusing_kept(trace.kept):
                 later = StepTrace(*given)
                 same = writes.same(program, later.program())
             writes.check(trace.changes, later.changes, same)
             writes.keep(trace.changes)
+        checks.warn_of_kept(trace.kept)
     except CaptureError:
         trace.drop_state()
         raise
-    watched = trace.reads.watched(moving)
+    passing = [change for change in trace.changes if change.of_model and fake_inside(change.new)]
+    watched = trace.reads.watched([*moving, *passing])
     checks.refuse_unseen(watched.unseen, exact)
     found = program, trace.landing, trace.slots, watched, trace.conditions.grow
     trace.batch_reads.close()
@@ -238,6 +241,18 @@ class StepTrace:
         self.replay = None if fill is None else Replay(model, loss_fn, self.slots, self.mode, fill)
         self.changes: list[Change] = []
         self.batch_reads = BatchReads({})
+        self.kept = ""  # where modules keep tensors of the step
+
+    def prove_replay(self) -> list[Change]:
+        """What rehearsals of the loss function change, see `Replay.prove`."""
+        try:
+            return self.replay.prove(self.model) if self.replay else []
+        except Exception as error:
+            if not self.kept or isinstance(error, ReplayError):
+                raise
+            raise ReplayError(
+                f"the loss reads values in Python and tensors that forward keeps in {self.kept}; pass these as results"
+            ) from error
 
     def program(self) -> StepProgram:
         """The graphs of the step and their schedule."""
@@ -386,7 +401,7 @@ class StepTrace:
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple], inputs: Inputs
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
-        kept_before, modules_before = kept_tensors(self.model), dict(self.model.named_modules())
+        kept_before, modules_before = {one.id for one in kept_tensors(self.model)}, dict(self.model.named_modules())
         places = checks.storages(tensors)
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
@@ -402,6 +417,7 @@ class StepTrace:
             checks.refusing_scalers(self.recorder),
             checks.refusing_facts(self.recorder, tensors, flat, (where for where, _ in batch.values())),
             checks.refusing_settings(self.recorder),
+            checks.refusing_conversions(self.recorder),
             refusing_seeds(self.recorder),
             conditions.collected() as self.conditions,
         ):
@@ -417,7 +433,7 @@ class StepTrace:
                 moves = slot.name in replaced or self._known.is_written(node)
                 checks.refuse_moving(slot, moves and self.batch_reads.reads(node))
             self._known.settle(self.model)
-            checks.refuse_kept(self.model, {*kept_before, *(id(new) for _, _, new in held)})
+            self.kept = checks.kept_of_step(self.model, {*kept_before, *(id(new) for _, _, new in held)})
             self.reads.read += self._known.outside
             self.changes = self.reads.changes()
             writes.refuse_kept(self.changes)

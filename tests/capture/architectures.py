@@ -154,7 +154,14 @@ ARCHITECTURES = [
         "RecurrentGemma",
         "RecurrentGemma",
         DECODER | {"num_hidden_layers": 3, "attention_window_size": 6, "lru_width": 32},
-        refused="keeps a tensor of the step in conv1d_state",
+    ),
+    _decoder(
+        "DBRX",
+        "Dbrx",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": VOCABULARY}
+        | {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}}
+        | {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+        refused="asks which experts have tokens",
     ),
     _decoder(
         "Jamba",

@@ -284,7 +284,10 @@ def test_a_tensor_that_forward_keeps_and_never_reads():
 
 @pytest.mark.parametrize(
     ("made", "message"),
-    [(lambda b: b["n"] * 2, "its next call differs"), (lambda b: b["x"] * 2, "keeps a tensor of the step in kept")],
+    [
+        (lambda b: b["n"] * 2, "its next call differs"),
+        (lambda b: b["x"] * 2, "tensors of the step in model.kept"),
+    ],
 )
 def test_a_tensor_that_forward_keeps_and_reads_is_refused(made, message):
     with pytest.raises(CaptureError, match=message):

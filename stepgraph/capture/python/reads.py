@@ -110,7 +110,7 @@ class Reads:
             self._noting.clear()
             self._found += self._changes()
             for change in self._found:
-                if not change.of_model:
+                if not change.of_model or change.key is None:
                     change.put(change.old)
             for cache, size in self._caches:
                 if cache.cache_info().currsize > size:  # what it holds may be of the trace
@@ -294,13 +294,14 @@ class Reads:
             for key in [k for k in vars(cls) if (id(cls), k) not in self._before and not k.startswith("__")]:
                 if not values.is_slot(new := vars(cls)[key]):
                     found.append(Change(f"{cls.__module__}.{cls.__qualname__}.{key}", cls, key, ABSENT, new, False))
+        own = {id(value) for module in self.model.modules() for value in vars(module).values()}
         for holder_id, (where, holder, before) in self._whole.items():
             if before is None:
                 for key in [key for key in holder if (holder_id, key) not in self._before]:
                     place = f"{where}.{key}" if where else key
                     found.append(Change(place, holder, key, ABSENT, holder[key], holder_id in self._of_model))
             elif not _same_content(before, now := _content(holder)):
-                found.append(Change(where, holder, None, before, now, False))
+                found.append(Change(where, holder, None, before, now, holder_id in own and values.fake_inside(now)))
         # What torch.autocast keeps between __enter__ and __exit__, of an object that is entered again and again.
         own = {id(vars(value)) for value in list(self._met.values()) if issubclass(type(value), torch.autocast)}
         found = [change for change in found if id(change.holder) not in own or not str(change.key).startswith("prev")]
