@@ -144,5 +144,6 @@ def _layerdrop(model: nn.Module, path: str) -> str | None:
         for kind, owner in (("", module), ("config.", getattr(module, "config", None))):
             for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
                 if getattr(owner, name, 0):
-                    return f"{kind}{name} = 0 of {outer or 'the model'}"
+                    alike = [path for path, module in model.named_modules() if not kind and getattr(module, name, 0)]
+                    return f"{kind}{name} = 0 of {' and '.join(path or 'the model' for path in alike or [outer])}"
     return None

@@ -385,6 +385,8 @@ def test_layer_drop_is_told_how_to_be_turned_off(monkeypatch):
         return x if torch.rand(()) < self.layerdrop else -x
 
     assert "set layerdrop = 0 of layers.1" in refuse(drop)
+    (model := Model(drop)).layers[0].layerdrop = 0.2
+    assert "set layerdrop = 0 of layers.0 and layers.1" in refuse(drop, model=model)
 
 
 def test_dynamic_rope_is_told_what_it_asks(monkeypatch):
