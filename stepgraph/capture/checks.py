@@ -335,28 +335,25 @@ def refusing_scalers(recorder: Recorder) -> Iterator[None]:
         torch.amp.GradScaler.scale = scale
 
 
-@contextlib.contextmanager
-def refusing_conversions(recorder: Recorder) -> Iterator[None]:
+def refusing_conversions(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
     """Inside, ``module.to(...)`` and the like are refused where they change a tensor of the model, and else do nothing:
     torch would assign each tensor's ``data``, also where it is the same."""
-    plain = nn.Module._apply
 
-    def apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+    def apply(plain: Callable, module: nn.Module, convert: Callable, recurse: bool) -> nn.Module:
         tensors = [*module.parameters(recurse), *module.buffers(recurse)]
         if not any(map(compat.is_fake, tensors)):
             return plain(module, convert, recurse)
         for tensor in tensors:
             if (new := convert(tensor)) is not tensor:
                 raise CaptureError(
-                    f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(1))}) turns "
+                    f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(2))}) turns "
                     f"a {tensor.dtype} tensor of {type(module).__name__} on {tensor.device} into {new.dtype} on "
                     f"{new.device} in forward, and a captured step cannot change the form of its state; convert it "
                     "before, or run the model once before the capture"
                 )
         return module
 
-    with compat.replaced(nn.Module, _apply=apply):
-        yield
+    return compat.conversions_of_modules(apply)
 
 
 def kept_of_step(model: nn.Module, known: set[int]) -> str:

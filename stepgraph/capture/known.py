@@ -10,8 +10,9 @@ from them, such as grids of images, lengths, and how many elements a mask select
 `BatchReads`.
 
 An operator that writes known values in place into a tensor that the trace made is computed again with all that led to
-it. Unknown are the values of random and uninitialized tensors, of the ones that other operators wrote to, of the ones
-that exist outside the step and may change there, and of the ones larger than `LARGEST`.
+it. Unknown are the values of random tensors, of uninitialized ones of which a part was not written, of the ones that
+other operators wrote to, of the ones that exist outside the step and may change there, and of the ones larger than
+`LARGEST`.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -137,7 +139,7 @@ class KnownValues(compat.DispatchMode):
             arguments = func._schema.arguments
             given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
             written = [given.get(a.name) for a in arguments if a.is_write]
-            if _is_write(func) and self._knows_all((args, kwargs)):
+            if _is_write(func) and self._histories((args, kwargs)) is not None:
                 return self._write(written[0], func(*args, **kwargs))
             self.note_writes(written)
         elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
@@ -229,15 +231,27 @@ class KnownValues(compat.DispatchMode):
 
     def _knows_all(self, arguments: Any) -> bool:
         """Whether the values of all tensors among ``arguments`` follow from literals and the batch's integers."""
+        histories = self._histories(arguments)
+        return histories is not None and all(starmap(self._is_written_whole, histories.items()))
+
+    def _histories(self, arguments: Any) -> dict[fx.Node, list[fx.Node]] | None:
+        """The nodes that lead to each tensor among ``arguments``; None if one's do not say its value."""
         tensors = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        nodes = map(compat.node_of_trace, tensors)
-        return all(node is not None and self._history(node) is not None for node in nodes)
+        found = {node: node and self._history(node) for node in map(compat.node_of_trace, tensors)}
+        return None if None in found.values() else found
+
+    def _is_written_whole(self, node: fx.Node, history: Sequence[fx.Node]) -> bool:
+        """Whether ``node`` has one value, whatever the memory held that ``torch.empty`` gave."""
+        if not any(packet(made) in _UNINITIALIZED for made in history):
+            return True
+        least, greatest = (self._computed(node, history, bound) for bound in ("min", "max"))
+        return torch.equal(least, greatest)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals."""
-        node = compat.node_of_trace(tensor)
-        history = None if node is None else self._history(node)
-        return history is not None and self._batch.keys().isdisjoint(history)
+        if not self._knows_all(tensor):
+            return False
+        return self._batch.keys().isdisjoint(self._history(compat.node_of_trace(tensor)))
 
     def knows_of_batch(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals and the batch's integers."""
@@ -315,18 +329,29 @@ class KnownValues(compat.DispatchMode):
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
         """The value of a known ``tensor``, on the CPU."""
         wanted = compat.node_of_trace(tensor)
-        history = self._history(wanted)
+        return self._computed(wanted, self._history(wanted))
+
+    def _computed(self, wanted: fx.Node, history: Sequence[fx.Node], empty: str = "min") -> torch.Tensor:
+        """The value of ``wanted``; what ``torch.empty`` gives holds the ``empty`` number of its dtype, min or max."""
         values = self._batch | {node: _literal(node) for node in history if node.op == "get_attr"}
         uses = Counter(source for node in history for source in sources(node))
         with compat.without_modes(), torch.no_grad():
             for node in history:
                 if node not in values:
                     values[node] = computed(node, values)
+                    if packet(node) in _UNINITIALIZED:
+                        values[node].fill_(_bound(values[node].dtype, empty))
                     uses.subtract(done := sources(node))
                     for source in done:
                         if not uses[source] and source is not wanted:
                             del values[source]
         return values[wanted]
+
+
+def _bound(dtype: torch.dtype, which: str) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.inf if which == "max" else -math.inf
+    return (which == "max") if dtype == torch.bool else getattr(torch.iinfo(dtype), which)
 
 
 def _literal(node: fx.Node) -> torch.Tensor | None:
@@ -389,7 +414,6 @@ def _computable(node: fx.Node) -> bool:
         target.namespace in ("aten", "prims")
         and (not target._schema.is_mutable or _is_write(target))
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and packet(node) not in _UNINITIALIZED
         and all(isinstance(v, torch.Tensor) and _elements(v) <= LARGEST and v.device.type != "meta" for v in values)
     )
 

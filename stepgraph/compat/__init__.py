@@ -85,7 +85,7 @@ from stepgraph.compat.fake import (
 )
 from stepgraph.compat.lengths import SymbolicLength, keep_mode
 from stepgraph.compat.memory import dump_memory, record_memory
-from stepgraph.compat.modules import has_gradient_hooks, hooks_of_every_module
+from stepgraph.compat.modules import conversions_of_modules, has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import (
     accelerated_inside,
     has_step_hooks,

@@ -1,7 +1,24 @@
-"""Private state of torch's modules and tensors: their hooks."""
+"""Private state of torch's modules and tensors: their hooks, and how modules convert what they hold."""
+
+import contextlib
+from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.nn.modules import module
+
+from stepgraph.compat.replaced import replaced
+
+
+def conversions_of_modules(call: Callable) -> contextlib.AbstractContextManager[None]:
+    """Inside, ``module.to(...)`` and the like are ``call(plain, module, convert, recurse)``: ``plain`` is torch's own
+    method, and ``convert`` takes each tensor."""
+    plain = nn.Module._apply
+
+    def convert_all(module: nn.Module, convert: Callable, recurse: bool = True) -> nn.Module:
+        return call(plain, module, convert, recurse)
+
+    return replaced(nn.Module, _apply=convert_all)
 
 
 def hooks_of_every_module() -> list[dict]:

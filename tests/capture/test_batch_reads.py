@@ -54,6 +54,14 @@ def written(y, b):
     return y * places.max().item() + before.item() - between.item() + row[1:].sum().item() * twice.sum().item()
 
 
+def starts(y, b, first=(0,)):
+    """Where each part begins, written into memory that holds anything."""
+    found = torch.empty(3, dtype=torch.int64)
+    found[1:] = b["n"].cumsum(0)[:-1]
+    found[: len(first)] = torch.tensor(first, dtype=torch.int64)
+    return torch.cat([y[at:] * (i + 1) for i, at in enumerate(found)])
+
+
 #: How Python reads the batch, and how many forms the batches have.
 LOOKS = {
     "item": (lambda y, b: y * b["n"].sum().item(), 1),
@@ -74,6 +82,7 @@ LOOKS = {
     "bincount": (lambda y, b: y[:, :2] * torch.bincount(b["n"], minlength=9)[:2], 2),
     "one_hot": (lambda y, b: y[:3] * F.one_hot(b["n"])[:, 1:2], 2),
     "written": (written, 4),
+    "written whole": (starts, 3),
     "padding": (lambda y, b: y[(b["x"] * b["m"][:, None] == 0).sum(-1) != 6], 2),
     "infinite": (lambda y, b: y * 2 if b["x"].isinf().any() else y, 1),
     "list of tensors": (lambda y, b: y * torch.tensor([b["n"].max(), b["n"].min()]).sum(), 2),
@@ -115,6 +124,7 @@ REFUSED = {
     "of a sum": lambda y, b: y if b["x"].sum() > 0 else y * 2,
     "parameter": lambda y, b: y[y > 0],
     "written": lambda y, b: y * b["n"].mul_(2).sum().item() * b["n"].view(3, 1).sum().item() * b["x"].max().item(),
+    "not written whole": lambda y, b: starts(y, b, ()),
     "batch and parameter": lambda y, b: y * (b["n"] + y.argmax()).sum().item(),
 }
 
