@@ -107,11 +107,12 @@ def has_values(leaf: Any) -> bool:
     return plain and not compat.is_fake(leaf)
 
 
-def leaf_names(batch: Any) -> list[str]:
-    """What each leaf of ``batch`` is called, such as ``batch['id']``."""
+def leaves_by_name(batch: Any) -> dict[str, Any]:
+    """The leaves of ``batch``, each by what it is called, such as ``batch['id']``."""
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         batch = dict(batch)
-    return [f"batch{compat.pytree.keystr(path)}" for path, _ in compat.pytree.tree_flatten_with_path(batch)[0]]
+    found = compat.pytree.tree_flatten_with_path(batch)[0]
+    return {f"batch{compat.pytree.keystr(path)}": leaf for path, leaf in found}
 
 
 def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:

@@ -406,6 +406,20 @@ def refuse_layouts(step: StepGraph) -> None:
             )
 
 
+def refuse_batch_keys(before: Mapping[str, Any], after: Mapping[str, Any], exact: bool) -> None:
+    """Raise, or without ``exact`` warn, if the loss has put something into its batch: the caller's keeps what it has.
+    ``before``, ``after``: leaves by name. What it takes out, as with ``pop``, the caller's keeps."""
+    put = next((name for name, leaf in after.items() if name not in before or before[name] is not leaf), None)
+    if put is not None:
+        message = (
+            f"loss_fn sets {put}, and a captured step leaves its caller's batch as it is; begin loss_fn with "
+            "batch = dict(batch), and report what is read after the step with stepgraph.metric"
+        )
+        if exact:
+            raise CaptureError(message)
+        warnings.warn(message, stacklevel=2)
+
+
 def refuse_unseen(unseen: Mapping[str, str], exact: bool) -> None:
     """Raise, or without ``exact`` warn, of what the step read of Python and nothing can compare at later calls."""
     for path, why in unseen.items():

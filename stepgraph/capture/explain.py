@@ -29,6 +29,7 @@ _FIXES = (
     (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask the padding"),
     (r"selective activation", "eager refuses that too: let its policy recompute what is written in place"),
     (r"_unique|nonzero|masked_select", "use torch.where or masks"),
+    (r"deepcopy", "copy it by clone()"),
 )
 _CHOICES = (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)
 _ANY_FIX = (

@@ -29,6 +29,7 @@ from torch import fx, nn
 from stepgraph import compat
 from stepgraph.capture.autocast import CALL_OTHERS
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
+from stepgraph.capture.python.places import counts
 from stepgraph.errors import noting_refusals
 from stepgraph.graph.facts import is_view
 from stepgraph.kernels.ctc import ctc_loss
@@ -112,7 +113,7 @@ class KnownValues(compat.DispatchMode):
 
     def __enter__(self) -> Any:
         self._inside = contextlib.ExitStack()
-        self._inside.enter_context(compat.failed_reads(self._note))
+        self._inside.enter_context(compat.failed_reads(self._note, counts))
         self._inside.enter_context(noting_refusals(self.caught))
         return super().__enter__()
 

@@ -26,6 +26,7 @@ from stepgraph import compat
 from stepgraph.capture import autocast
 from stepgraph.capture.formulas import BY_GRADIENTS, EagerFormulas
 from stepgraph.capture.lineage import Owners, made_from
+from stepgraph.capture.python.places import is_pythons
 from stepgraph.capture.repeats import Repeats
 from stepgraph.capture.state import named_modules, unwrap
 from stepgraph.errors import CaptureError
@@ -64,7 +65,9 @@ def user_frame(frame: FrameType | None) -> str:
 def user_source(error: BaseException) -> str:
     """``file:line`` of the innermost frame outside torch and this room that ``error`` came through."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{file}:{line}" for file, line in reversed(frames) if is_user_file(file)), "")
+    frames = [(file, line) for file, line in frames if is_user_file(file)]
+    frames = [frame for frame in frames if not is_pythons(frame[0])] or frames
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
 class Recorder:

@@ -13,7 +13,15 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import attributes, first_places, flatten_batch, has_values, microbatch, rebuilt
+from stepgraph.capture.batch import (
+    attributes,
+    first_places,
+    flatten_batch,
+    has_values,
+    leaves_by_name,
+    microbatch,
+    rebuilt,
+)
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
@@ -39,6 +47,7 @@ from stepgraph.capture.python.values import fake_inside
 from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import Recorder
 from stepgraph.capture.repeats import RunAgain, calls_to_repeat
+from stepgraph.capture.reshapes import reshape_by_views
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import (
@@ -419,11 +428,16 @@ class StepTrace:
             checks.refusing_settings(self.recorder),
             checks.refusing_conversions(self.recorder),
             refusing_seeds(self.recorder),
+            self.reads.generators.refused(self.recorder),
             conditions.collected() as self.conditions,
         ):
             params = [(self.slots[i].path, tensors[i]) for i in self.trained]
             frozen = {id(t): s.name for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad}
-            loss, grads = self._loss_and_grads(self._batch(flat, batch), tensors, params, frozen, inputs)
+            with self.reads.types.as_eager():
+                given = self._batch(flat, batch)
+                before = leaves_by_name(given)
+                loss, grads = self._loss_and_grads(given, tensors, params, frozen, inputs)
+                checks.refuse_batch_keys(before, leaves_by_name(given), self.exact)
             put_back(self.model, self.slots)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_replaced(modules_before, self.model)
@@ -605,6 +619,7 @@ class StepTrace:
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
         checks.refuse_layouts(step)
+        reshape_by_views(step)
         _keep_workspaces(step)
         _compute_values_alone(step)
         _name_numbers(step)

@@ -28,7 +28,9 @@ _MESSAGES = {
     ".numpy()": ".numpy() is not supported",
     ".data_ptr()": "Cannot access data pointer",
     "splitting by a tensor (tensor_split), or another kernel that reads on the host,": "its data is not allocated yet",
-    "formatting a tensor": "passed to FakeTensor.__format__",
+    "formatting or printing a tensor": "passed to FakeTensor.__",
+    "pickle or copy.deepcopy of a tensor": "FakeTensor has no copy",
+    "torch.Size() of tensors": " is 'FakeTensor')",
 }
 
 
@@ -53,8 +55,9 @@ def answer(error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def failed_reads(note: Callable[[Exception], None]) -> Iterator[None]:
-    """Inside, ``note`` receives the error of each read of a fake tensor's values or memory that calls no operator."""
+def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, ``note`` receives the error of each read of a fake tensor's values or memory that calls no operator.
+    ``counts``: by its file, whether code may not print it."""
 
     def noting(read: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +69,24 @@ def failed_reads(note: Callable[[Exception], None]) -> Iterator[None]:
 
         return call
 
-    reads = {name: noting(getattr(FakeTensor, name)) for name in ("numpy", "data_ptr", "__format__")}
+    def uncopied(*_: Any) -> Any:
+        raise TypeError("FakeTensor has no copy")
+
+    def shown(name: str) -> Callable:
+        show = getattr(FakeTensor, name)
+
+        def call(tensor: FakeTensor, *args: Any, **kwargs: Any) -> str:
+            if name == "__format__" and not tensor.ndim:
+                return format(tensor.item(), *args)
+            if counts(sys._getframe(2).f_code.co_filename):  # str() and print() have no frames
+                raise TypeError(f"a tensor without values was passed to FakeTensor.{name}")
+            return show(tensor, *args, **kwargs)
+
+        return noting(call)
+
+    reads = {name: noting(getattr(FakeTensor, name)) for name in ("numpy", "data_ptr")}
+    reads |= {name: noting(uncopied) for name in ("__deepcopy__", "__reduce_ex__")}
+    reads |= {name: shown(name) for name in ("__format__", "__repr__")}
     with replaced(FakeTensor, **reads):
         yield
 

@@ -4,7 +4,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from stepgraph.capture.batch import leaf_names
+from stepgraph.capture.batch import leaves_by_name
 from stepgraph.errors import warn_caller
 from stepgraph.run.bound import BoundStep
 
@@ -95,7 +95,7 @@ class Forms:
     def _varying(self, batch: Any, signature: tuple) -> str | None:
         """The name of a value of the batch, no tensor, that is another one in each form."""
         forms = [form for form, *_ in (*self._bound.values(), signature)]
-        for i, name in enumerate(leaf_names(batch), start=1):
+        for i, name in enumerate(leaves_by_name(batch), start=1):
             of_leaf = [form[i] if i < len(form) else None for form in forms]
             plain = isinstance(of_leaf[-1], tuple) and of_leaf[-1] and isinstance(of_leaf[-1][0], type)
             if plain and len(set(of_leaf)) == len(forms):

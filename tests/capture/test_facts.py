@@ -92,6 +92,111 @@ def test_facts_of_what_the_step_makes(check_training):
     check_training(Model(forward), lambda model, batch: loss_fn(model, batch["x"]), batches)
 
 
+def test_types_of_tensors(check_training):
+    class Other(type):
+        pass
+
+    def forward(self, x):
+        w = self.linear.weight
+        kinds = [type(x), type(self.linear.weight), type(self.linear.weight * 2), type(w.data)]
+        plain = type("Named", (Model,), {"n": 1})
+        facts = [kinds == [torch.Tensor, nn.Parameter, torch.Tensor, torch.Tensor], kinds[1] is type(self.linear.bias)]
+        facts += [isinstance(Model, type), type(Model) is type, type(Other) == type, type(plain.n) is int]  # noqa: E721
+        facts += [issubclass(Other, type), type(w).__name__ == "Parameter", {torch.Tensor: True}.get(type(x), False)]
+        assert all(facts), facts  # in eager and in the trace
+        return self.linear(x) * (2 if type(x) is torch.Tensor else 3)
+
+    check_training(Model(forward), lambda model, batch: loss_fn(model, batch["x"]), [{"x": torch.randn(3, 4)}], steps=2)
+    assert "type" not in globals()
+
+
+SHOWN = {
+    "str": lambda x: len(str(x)),
+    "format": lambda x: len(f"{x}"),
+    "format of an item": lambda x: len(f"{x.sum()}"),
+    "percent": lambda x: len("%s" % x),  # noqa: UP031
+    "repr of a list": lambda x: len(repr([x])),
+    "print": lambda x: bool(print(x)),
+    "deepcopy": lambda x: copy.deepcopy(x).ndim,
+    "pickle": lambda x: len(pickle.dumps(x)),
+    "size": lambda x: len(torch.Size([x.sum().long()])),
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_text_and_copies_need_values(kind):
+    model = Model(lambda model, x: model.linear(x) * SHOWN[kind](x))
+    with pytest.raises(CaptureError, match=r"cannot capture the model at .*test_facts.py:\d+: .* value") as caught:
+        stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes=[])
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_loss_puts_into_its_batch():
+    def setting(model, batch):
+        batch["y"] = model(batch["x"])
+        return batch["y"].square().mean()
+
+    def copying(model, batch):
+        batch = dict(batch)
+        unused = batch.pop("unused")
+        return setting(model, batch) + unused.mean()
+
+    model, batch = Model(lambda model, x: model.linear(x)), {"x": torch.randn(3, 4), "unused": torch.ones(1)}
+    with pytest.raises(CaptureError, match=r"sets batch\['y'\].*begin loss_fn with batch = dict\(batch\)"):
+        stepgraph.capture(model, setting, batch, passes="exact")
+    with pytest.warns(UserWarning, match=r"sets batch\['y'\]"):
+        stepgraph.capture(model, setting, batch, passes=["fuse_norm"])
+    step = stepgraph.capture(model, copying, batch, passes="exact")
+    assert torch.equal(step(batch), copying(model, batch)) and list(batch) == ["x", "unused"]
+
+
+RESHAPES = {
+    "t_": lambda y: y.t_(),
+    "transpose_": lambda y: y.transpose_(0, 1),
+    "swapdims_": lambda y: y.swapdims_(0, 1),
+    "unsqueeze_": lambda y: y.unsqueeze_(0),
+    "squeeze_": lambda y: y.unsqueeze_(0).squeeze_(0),
+    "as_strided_": lambda y: y.as_strided_((4, 3), (1, 4)),
+    "resize_": lambda y: y.resize_(2, 6),
+    "resize_as_": lambda y: y.resize_as_(torch.empty(2, 2)),
+    "detach_": lambda y: y.detach_(),
+    "set_": lambda y: y.set_(torch.linspace(0, 1, 12).view(4, 3)),
+    "set_ to nothing": lambda y: y.set_(),
+}
+
+
+def reshaping(model, x):
+    y, total = model.linear(x), 0.0
+    for i, reshape in enumerate(RESHAPES.values()):
+        z = y.detach().clone() if i % 2 else y.data
+        reshape(z)
+        total = total + z.mul_(1.01).sin().mean() + y.square().mean()
+    w = y * 2
+    w.unsqueeze_(0)
+    return w.transpose_(1, 2) * total.nan_to_num(1.0)
+
+
+def test_reshapes_in_place(check_training):
+    run, batches = lambda model, batch: loss_fn(model, batch["x"]), [{"x": torch.randn(3, 4)} for _ in range(2)]
+    step = check_training(Model(reshaping), run, batches, steps=3)
+    called = [n.target for n in step.graph.graph.nodes if n.op == "call_function"]
+    assert not [target for target in called if torch.Tag.inplace_view in getattr(target, "tags", ())]
+
+
+@pytest.mark.long
+def test_compiled_reshapes_in_place():
+    """Inductor made one tensor of ``y`` and ``y.data``, and so of its new form."""
+    step = stepgraph.capture(Model(reshaping), loss_fn, torch.randn(3, 4), passes=["inductor"])
+    assert step.verify(torch.randn(3, 4)).close
+
+
+def test_a_batch_is_reshaped_for_its_caller():
+    model, x = Model(lambda model, x: model.linear(x.unsqueeze_(0).mul_(2))), torch.randn(3, 4)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    mine, eager = x.clone(), x.clone()
+    assert torch.equal(step(mine), loss_fn(model, eager)) and torch.equal(mine, eager)
+
+
 def in_autocast(model, x):
     with torch.autocast("cpu"):
         return model.linear(x).float()

@@ -102,6 +102,11 @@ def _imported(code: types.CodeType, package: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for one in all_inside(code) for name in modules_imported(one, package)))
 
 
+def globals_named(function: types.FunctionType) -> tuple[str, ...]:
+    """Names of globals, and of Python's builtins, that the code of a function, of the user's or of a package, reads."""
+    return _names(function.__code__)[0] if _is_read(function) else ()
+
+
 def attributes_named(function: types.FunctionType) -> frozenset[str]:
     """Names of attributes that the code of a function, of the user's or of a package, reads of whatever it is."""
     return _names(function.__code__)[1] if _is_read(function) else frozenset()

@@ -36,7 +36,12 @@ def counts(file: str) -> bool:
     """Whether a file is of none of torch, what it is made with, NumPy, Python and stepgraph: their code stays."""
     if file.startswith((_TORCH, *_UNDER_TORCH, _OWN, _NUMPY, "<frozen")):
         return False
-    return not file.startswith(_PYTHON) or _PACKAGES.search(file) is not None
+    return not is_pythons(file)
+
+
+def is_pythons(file: str) -> bool:
+    """Whether a file is of Python's own library."""
+    return file.startswith(_PYTHON) and _PACKAGES.search(file) is None
 
 
 def is_of_program(file: str) -> bool:

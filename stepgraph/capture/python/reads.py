@@ -22,6 +22,8 @@ from stepgraph import compat
 from stepgraph.capture.python import parts, values
 from stepgraph.capture.python.host_random import HostRandom
 from stepgraph.capture.python.places import is_of_program, of_program
+from stepgraph.capture.python.tensor_types import TYPE, TensorTypes
+from stepgraph.capture.python.torch_random import GeneratorCalls
 from stepgraph.capture.python.values import ABSENT, kind_of
 from stepgraph.capture.python.watched import HOOKS, LOSS, Watched, _Walk
 
@@ -66,6 +68,7 @@ class Reads:
         self._is_noted, self._found = False, []
         self.random = HostRandom(model)
         self.read: list[torch.Tensor] = []  # tensors from outside the step whose values Python read
+        self.types, self.generators = TensorTypes(), GeneratorCalls()
         self._environment: set[str | None] = set()  # None: all of it
         self._classes: dict[type, None] = {}
         self._list = lambda tensor: self._see_list(tensor)  # one for all traces of a step: it may be met itself
@@ -221,6 +224,8 @@ class Reads:
                 kind = "plain object"
             if kind in ("atom", "tensor", "buffer", "opaque", "moving") or id(value) in self._met or value is ABSENT:
                 self.random.add(path.removesuffix(".__self__"), value)
+                if isinstance(value, torch.Generator):
+                    self.generators.meet()
                 continue
             self._met[id(value)] = value
             if kind == "module":
@@ -254,9 +259,14 @@ class Reads:
                 found = list(parts.parts_of_namespace(value, self._named))
             else:
                 if kind == "function":
-                    self._named |= parts.attributes_named(value)
+                    self._named |= (named := parts.attributes_named(value))
+                    self.types.add(value)
+                    if "default_generator" in named:
+                        self.generators.meet()
                 found = list(parts.plain_parts(value))
             for part in found:
+                if part.value is TYPE:  # put there by the trace
+                    continue
                 where = part.name if part.absolute else path + part.name
                 inside = values.behind(part.value)
                 if part.how != "content" and part.key != "__defaults__":

@@ -23,6 +23,9 @@ from stepgraph.graph.provenance import provenance
 
 _SEEDING = ("manual_seed", "seed", "set_rng_state")
 _SEEDING_GPUS = (*_SEEDING, "manual_seed_all", "seed_all", "set_rng_state_all")
+#: Methods of a generator that read or set its state.
+_METHODS = ("get_state", "set_state", "graphsafe_get_state", "graphsafe_set_state", "clone_state", "get_offset")
+_METHODS += ("set_offset", "initial_seed", "manual_seed", "seed")
 #: A seed that no model takes.
 _MARK = 0x5EED_0F_57E9
 
@@ -68,6 +71,43 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
             "forward or the loss sets the state of torch.default_generator by a method of it, which a captured step "
             f"would not do again; {_FIX}"
         )
+
+
+class GeneratorCalls:
+    """Methods of a ``torch.Generator`` that read or set its state, called from Python in a step whose code meets one.
+    They are written in C and found by a profile function of Python, which slows a trace: it runs only there, and not
+    where another one does."""
+
+    def __init__(self) -> None:
+        self._met, self._look = False, None
+
+    def meet(self) -> None:
+        """Code of the step reads a generator, or may."""
+        self._met = True
+        if self._look is not None and sys.getprofile() is None:
+            sys.setprofile(self._look)
+
+    @contextlib.contextmanager
+    def refused(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, such a call raises `CaptureError`."""
+
+        def look(frame: Any, event: str, called: Any) -> None:
+            of_generator = event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator)
+            if of_generator and called.__name__ in _METHODS and counts(frame.f_code.co_filename):
+                raise CaptureError(
+                    f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(frame)}) calls "
+                    f"{called.__name__}() of a torch.Generator, which a captured step would not do again; {_FIX}"
+                )
+
+        self._look = look
+        if self._met:
+            self.meet()
+        try:
+            yield
+        finally:
+            self._look = None
+            if sys.getprofile() is look:
+                sys.setprofile(None)
 
 
 def _generators(program: StepProgram) -> list[torch.Generator]:

@@ -60,12 +60,24 @@ def seeds_own(x):
     return torch.empty(6).normal_(generator=OWN.manual_seed(3))
 
 
+def rewinds_default(x):
+    state = torch.default_generator.get_state()
+    noise = torch.randn(6)
+    torch.default_generator.set_state(state)
+    return noise
+
+
+def reads_own(x):
+    return torch.randn(6) * OWN.initial_seed()
+
+
 @pytest.mark.parametrize(
     "noise, message",
     [(one, "sets the state of torch's random generator") for one in (seeds, forks, seeds_gpus)]
     + [(rewinds, "reads the state of torch's random generator")]
     + [(reads_the_seed, "reads the seed of torch's random generator")]
-    + [(one, "draws from a torch.Generator that forward makes or seeds") for one in (makes, seeds_own)],
+    + [(makes, "draws from a torch.Generator that forward makes or seeds")]
+    + [(one, r"calls \w+\(\) of a torch.Generator") for one in (seeds_own, rewinds_default, reads_own)],
 )
 def test_seeding_in_forward_is_refused(noise, message):
     model, place = Noisy(noise), rf"the model \(.*test_generators.py:\d+\) {message}.*in the batch"
@@ -83,7 +95,7 @@ def test_the_default_generator_as_an_object():
         return torch.randn(6)
 
     model, before = Noisy(noise), torch.get_rng_state()
-    with pytest.raises(CaptureError, match=r"sets the state of torch\.default_generator by a method"):
+    with pytest.raises(CaptureError, match=r"calls manual_seed\(\) of a torch\.Generator"):
         stepgraph.capture(model, loss_fn, torch.ones(4, 6), passes="exact")
     assert torch.equal(torch.get_rng_state(), before)
 
