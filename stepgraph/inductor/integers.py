@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.graph.edit import replace
-
 aten = torch.ops.aten
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)
@@ -27,13 +25,13 @@ def write_narrow_integers(graph: fx.Graph) -> None:
             if node.meta["val"].dtype in _NARROW:
                 with graph.inserting_before(node):
                     wide = _call(graph, target, *node.args, **(node.kwargs | {"dtype": torch.int64}), like=node)
-                    replace(node, _cast(graph, wide, node.meta["val"].dtype, {}))
+                    _replace(node, _cast(graph, wide, node.meta["val"].dtype, {}))
     for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         given, dtype = node.args[0].meta["val"].dtype, node.meta["val"].dtype
         whole = not (given.is_floating_point or given.is_complex or given in (dtype, torch.bool))
         if whole and dtype in _NARROW:
             with graph.inserting_before(node):
-                replace(node, _cast(graph, node.args[0], dtype, node.kwargs))
+                _replace(node, _cast(graph, node.args[0], dtype, node.kwargs))
 
 
 def _cast(graph: fx.Graph, operand: fx.Node, dtype: torch.dtype, kwargs: dict[str, Any]) -> fx.Node:
@@ -48,6 +46,11 @@ def _cast(graph: fx.Graph, operand: fx.Node, dtype: torch.dtype, kwargs: dict[st
         made = _call(graph, aten.bitwise_and.Scalar, made, 2**bits - 1)
         made = _call(graph, aten.sub.Tensor, made, half) if half else made
     return _call(graph, aten._to_copy.default, made, **(kwargs | {"dtype": dtype}))
+
+
+def _replace(node: fx.Node, made: fx.Node) -> None:
+    node.replace_all_uses_with(made)
+    node.graph.erase_node(node)
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
