@@ -27,8 +27,6 @@ def main(argv: list[str]) -> int:
     require_chart(options.plot)
     records = [read(Path(word)) for word in argv[:count]]
     kinds = [kind_of(settings) for _, settings, _ in records]
-    if options.plot is not None and "norm" in kinds:
-        raise ValueError("--plot draws steps, and this is a record of bench norm: leave it out")
     if options.plot is not None and len(set(kinds)) > 1:
         given = " and of bench ".join(sorted(set(kinds)))
         raise ValueError(f"--plot draws records of one benchmark: give the records of bench {given} separately")
@@ -53,6 +51,10 @@ def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: li
 def _draw(kind: str, records: list[Any], png: Path) -> None:
     from stepgraph.bench.plot import Bars, bar_chart  # matplotlib is slow to load
 
+    if kind == "norm":
+        from stepgraph.bench.norm.plot import norm_chart
+
+        return norm_chart(records, png)
     title, place, unit, value, text = _BARS[kind]
     panels = [
         (title(model, settings), place(env, settings), _of(model, rows))

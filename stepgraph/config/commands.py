@@ -36,6 +36,12 @@ class InspectOptions(ForecastOptions):
     html: Path = Path("page.html")
     """The file to write."""
 
+    against: str | None = None
+    """Compare with another run folder, preset or page; a preset takes the same options."""
+
+    ranks: bool = False
+    """Instead of a page: say whether all ranks of the mesh have one graph, what differs and why. Status 1 if not."""
+
     text: Path | None = None
     """Also write the graphs of a preset as text into this file."""
 
@@ -193,7 +199,7 @@ class ReportOptions:
     """Show what stepgraph bench step, train, model or norm recorded with --json."""
 
     plot: Path | None = None
-    """Also draw them, as a PNG, into this file: step times, tokens or images a second."""
+    """Also draw them, as a PNG, into this file: step times, tokens or images a second, or percent of copy bandwidth."""
 
 
 #: What forecasts take of a run, besides its model.

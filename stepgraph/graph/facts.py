@@ -190,6 +190,27 @@ def stays_float(node: fx.Node) -> bool:
     return made.device == read.device and all(t.is_floating_point() and t.dtype.itemsize > 1 for t in (made, read))
 
 
+def casts_of(node: fx.Node) -> list[fx.Node]:
+    """The casts that ``node`` is the last of, the last first; none where it is no cast."""
+    casts = []
+    while is_cast(node):
+        casts.append(node)
+        node = node.args[0]
+    return casts
+
+
+def without_casts(node: fx.Node) -> fx.Node:
+    """What ``node`` was before all casts."""
+    casts = casts_of(node)
+    return casts[-1].args[0] if casts else node
+
+
+def cast_behind(node: fx.Node) -> fx.Node | None:
+    """The cast that alone reads ``node``, if one does."""
+    user = only_user(node)
+    return user if user is not None and is_cast(user) else None
+
+
 # Its neighbours
 
 

@@ -49,7 +49,7 @@ def _operator(name: str) -> Any:
 
 
 def pack(piece: fx.GraphModule, options: dict[str, Any]) -> bytes:
-    """``piece``, as `stepgraph.inductor.pieces` extracts it, with its ``options``. Raises `Unpackable`."""
+    """``piece``, as `stepgraph.inductor.regional` extracts it, with its ``options``. Raises `Unpackable`."""
     places: dict[fx.Node, _Place] = {}
     nodes = []
     for node in piece.graph.nodes:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from stepgraph.models.cache import Cache, LayerCache, tokens_in
 from stepgraph.models.context import Context, own_mask, own_part
 from stepgraph.models.documents import attend_within, check_positions
 from stepgraph.models.init import Part, init_parameters
@@ -44,6 +45,7 @@ class Attention(nn.Module):
         cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
         signed_sin: torch.Tensor,  # the same
         mask: BlockMask | torch.Tensor | None,  # None: causal; BlockMask: by FlexAttention; else of `document_mask`
+        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
         # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
@@ -55,10 +57,13 @@ class Attention(nn.Module):
         q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
         # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
+        if cache is not None:
+            k, v = cache.extend(k, v)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if mask is None:
-                return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa, scale=self.scale)
+                causal = cache is None or T > 1
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
             if isinstance(mask, BlockMask):
                 return flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
             return attend_within(q, k, v, mask, self.scale)
@@ -86,15 +91,16 @@ class Block(nn.Module):
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
         mask: BlockMask | torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask)
+        x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nn.Module):
-    """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with ``positions`` (B, T), of
-    packed documents that do not see each other (see `stepgraph.models.documents`). With a ``context`` the logits are of
-    this rank's part of the tokens.
+    """A decoder: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the tokens
+    that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
+    `stepgraph.models.documents`). With a ``context`` the logits are of this rank's part of the tokens.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
@@ -132,29 +138,30 @@ class Decoder(nn.Module):
         self.rope_sin.copy_(signed_sin)
 
     def mask(
-        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None
+        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
     ) -> BlockMask | torch.Tensor | None:
         """The mask that the blocks attend with, in a stream of ``dtype``; None: causal."""
         return own_mask(self, tokens, positions, dtype)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
+        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        limit, T = self.config.max_seq_len, tokens.shape[1]
+        limit, start = self.config.max_seq_len, tokens_in(cache)
+        T = start + tokens.shape[1]
         if limit < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
         if positions is not None:
-            check_positions(positions, tokens)
+            check_positions(positions, tokens, cache)
         x = self.embed(own_part(self, tokens))  # (B, T, D)
         # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
         # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
-        rows = slice(T) if positions is None else own_part(self, positions)
+        rows = slice(start, T) if positions is None else own_part(self, positions)
         cos, signed_sin = self.rope_cos[rows], self.rope_sin[rows]
         if positions is None:
             cos, signed_sin = own_part(self, cos, 0), own_part(self, signed_sin, 0)
         cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)
-        mask = self.mask(tokens, x.dtype, positions)
-        for block in self.layers:
-            x = block(x, cos, signed_sin, mask)
+        mask = self.mask(tokens, x.dtype, positions, cache)
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, cos, signed_sin, mask, kept)
         x = self.norm(x)
         return F.linear(x, self.embed.weight) if self.head is None else self.head(x)  # (B, T, V)

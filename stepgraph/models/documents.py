@@ -48,9 +48,11 @@ def attend_within(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
-def check_positions(positions: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Raise ``ValueError`` for positions of another shape than ``tokens``."""
+def check_positions(positions: torch.Tensor, tokens: torch.Tensor, cache: object | None) -> None:
+    """Raise ``ValueError`` for positions of another shape than ``tokens``, or given with a ``cache``."""
     if positions.shape != tokens.shape:
         raise ValueError(
             f"positions are {tuple(positions.shape)} and tokens {tuple(tokens.shape)}; give one for each token"
         )
+    if cache is not None:
+        raise ValueError("a cache holds one text, and positions are for packed documents; give one of the two")

@@ -1,10 +1,11 @@
-"""Text from a model, token by token."""
+"""Text from a model, token by token, with a key-value cache."""
 
 from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import nn
 
+from stepgraph.models.cache import LayerCache
 from stepgraph.models.transformers.transformers import CausalLM
 
 #: Logits (V,) fp32 on the CPU -> the next token.
@@ -18,8 +19,8 @@ _GREEDY = 1e-30
 def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: Collection[int] = ()) -> Iterator[int]:
     """Up to ``n`` tokens after ``prompt``, until one of ``stop``, which is not given out.
 
-    ``model`` is one of `stepgraph.models`, best in evaluation mode, and runs on the whole text for each token: samples
-    are short, and the models stay free of caches. One of transformers generates by itself.
+    ``model`` is one of `stepgraph.models`, best in evaluation mode; the prompt runs once, then a token at a time. One
+    of transformers generates by itself.
     Raises ``ValueError`` for an empty prompt.
     """
     if not prompt:
@@ -28,14 +29,15 @@ def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: 
         yield from model.generate(prompt, n, choose, stop)
         return
     device = model.embed.weight.device
-    tokens = list(prompt)
+    cache = [LayerCache(len(prompt) + n) for _ in model.layers]
+    tokens = prompt
     for _ in range(n):
-        logits = model(torch.tensor([tokens], device=device))[0, -1]
+        logits = model(torch.tensor([tokens], device=device), cache)[0, -1]
         token = choose(logits.float().cpu())
         if token in stop:
             return
         yield token
-        tokens.append(token)
+        tokens = [token]
 
 
 def sampler(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Choose:

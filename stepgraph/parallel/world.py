@@ -210,12 +210,12 @@ def started(spec: MeshSpec | None, device_type: str, timeout_s: float = _STORE_T
         dist.destroy_process_group()
 
 
-def in_own_process(function: Callable[..., None], args: tuple) -> None:
-    """Run ``function(*args)`` in a new process and wait for its end. Ctrl-C is this process's: it ends the other one.
-    Raises as ``torch.multiprocessing.spawn``."""
+def in_own_process(function: Callable[..., None], args: tuple, method: str) -> None:
+    """Run ``function(*args)`` in a process that multiprocessing starts by ``method``, and wait for its end. Ctrl-C is
+    this process's: it ends the other one. Raises as ``torch.multiprocessing.spawn``."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new program inherits it, from its first moment on
     try:
-        context = torch.multiprocessing.start_processes(_alone, (function, args), join=False, start_method="spawn")
+        context = torch.multiprocessing.start_processes(_alone, (function, args), join=False, start_method=method)
     finally:
         signal.signal(signal.SIGINT, before)
     try:

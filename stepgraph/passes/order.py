@@ -16,6 +16,7 @@ import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
+import stepgraph.passes.comm.gather_activations_fp8
 import stepgraph.passes.comm.gather_fp8
 import stepgraph.passes.comm.once
 import stepgraph.passes.comm.overlap
@@ -23,6 +24,7 @@ import stepgraph.passes.comm.overlap_experts
 import stepgraph.passes.comm.unshard
 import stepgraph.passes.compile.cuda_graph
 import stepgraph.passes.compile.inductor
+import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.bitsandbytes
@@ -71,6 +73,7 @@ ORDER = (
     "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits by our kernel
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
+    "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
     "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
     "contract_products",  # numerics: sums of broadcast products as matrix products
     "fuse_attention",  # numerics: attention written out as products by fused kernels
@@ -96,6 +99,7 @@ ORDER = (
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "prefetch_state",  # optimizer state comes from the host during backward
+    "tag_regions",  # what regional Inductor compiles
     "rematerialize",  # what a compiler's kernels carry from forward to backward
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch

@@ -42,7 +42,7 @@ def main(config: TrainConfig) -> int:
         return _compile(0, config, chat)
     # DTensor keeps what it knows of a mesh beyond the world's end: a process for each rank, one after the other.
     for rank in range(world):
-        parallel.in_own_process(_rank, (rank, config, chat))
+        parallel.in_own_process(_rank, (rank, config, chat), "spawn")
     return 0
 
 

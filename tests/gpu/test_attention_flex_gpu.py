@@ -13,20 +13,21 @@ from stepgraph.passes import configured
 from tests.gpu.test_attention_gpu import BF16, DEVICE, Attend, captured, dy_for, hopper, near_to_fp64
 
 SHAPES = [  # heads of queries and keys, widths, causal, dtype
-    ((8, 2), (64, 64), True, BF16),
-    ((6, 2), (96, 96), True, BF16),
-    ((4, 4), (128, 128), False, torch.float16),
-    ((4, 4), (192, 128), True, BF16),
-    ((4, 2), (256, 256), True, BF16),
-    ((4, 4), (64, 64), True, torch.float32),  # torch takes grouped heads in fp32 apart
+    ((8, 2), (64, 64), True, BF16, "regional"),
+    ((8, 2), (64, 64), True, BF16, "full"),
+    ((6, 2), (96, 96), True, BF16, "regional"),
+    ((4, 4), (128, 128), False, torch.float16, "regional"),
+    ((4, 4), (192, 128), True, BF16, "regional"),
+    ((4, 2), (256, 256), True, BF16, "regional"),
+    ((4, 4), (64, 64), True, torch.float32, "regional"),  # torch takes grouped heads in fp32 apart
 ]
 
 
-@pytest.mark.parametrize(("heads", "widths", "causal", "dtype"), SHAPES, ids=str)
-def test_as_near_to_fp64_as_eager(heads, widths, causal, dtype):
+@pytest.mark.parametrize(("heads", "widths", "causal", "dtype", "inductor"), SHAPES, ids=str)
+def test_as_near_to_fp64_as_eager(heads, widths, causal, dtype, inductor):
     """320 queries: the last block is half full."""
     model = Attend(2, 320, heads, widths, causal, dtype=dtype)
-    near_to_fp64(model, dy_for(model), "flex", inductor="full")
+    near_to_fp64(model, dy_for(model), "flex", inductor=inductor)
 
 
 @pytest.mark.parametrize(("T", "heads"), [(40, (6, 2)), (320, (8, 2))])
@@ -35,7 +36,7 @@ def test_backward_repeats_itself(T, heads):
     model = Attend(2, T, heads, (64, 64), True)
     batch, found = dy_for(model), []
     for _ in range(2):
-        step, report = captured(model, batch, "flex", inductor="full")
+        step, report = captured(model, batch, "flex", inductor="regional")
         assert any("flex: backward repeats itself bit for bit" in note for note in report.notes)
         for _ in range(4):
             model.zero_grad(set_to_none=True)
@@ -79,20 +80,21 @@ def documents(T, lengths):
 
 
 MASKS = [
-    ("window", BF16),
-    ("documents", BF16),
-    ("documents", torch.float32),
+    ("window", BF16, "regional"),
+    ("documents", BF16, "regional"),
+    ("documents", BF16, "full"),
+    ("documents", torch.float32, "regional"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), MASKS, ids=str)
-def test_masks(kind, dtype):
+@pytest.mark.parametrize(("kind", "dtype", "inductor"), MASKS, ids=str)
+def test_masks(kind, dtype, inductor):
     """One graph for all boundaries of documents, as near to fp64 as the kernels that get the mask as numbers."""
     torch.manual_seed(0)
     model = Masked(kind, 64, dtype)
     batch = masked_batch(392, 64, dtype, (100, 3, 250))
     fresh = copy.deepcopy(model)
-    step = stepgraph.capture(fresh, masked_loss, batch, passes=configured(attention="flex"))
+    step = stepgraph.capture(fresh, masked_loss, batch, passes=configured(attention="flex", inductor=inductor))
     assert "1 by flex" in next(r for r in step.report if r.name == "attention").summary
     for lengths in ((100, 3, 250), (1,) * 9, (390,)):
         batch["ids"] = documents(392, lengths).expand(2, 392).contiguous()
@@ -159,7 +161,7 @@ def test_times_of_masks(kind, T, capsys):
     model, times = Masked(kind, 128, BF16), {}
     for name, disable in (("flex", ()), ("mask", ("attention", "attention_windows"))):
         attention = "flex" if name == "flex" else "auto"
-        passes = configured(attention=attention, inductor="full", disable_pass=disable)
+        passes = configured(attention=attention, inductor="regional", disable_pass=disable)
         step = stepgraph.capture(copy.deepcopy(model), masked_loss, batch, passes=passes)
         times[name] = step_ms(step, batch)
     text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())

@@ -11,7 +11,7 @@ import stepgraph.kernels.loss.split  # noqa: F401  (registers its operators)
 from stepgraph.graph import edit
 from stepgraph.graph.collectives import ALL_GATHER, WAIT
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import is_cast, is_pointwise
+from stepgraph.graph.facts import cast_behind, casts_of, is_cast, is_pointwise, without_casts
 from stepgraph.graph.provenance import Provenance, provenance, set_provenance
 
 aten = torch.ops.aten
@@ -119,20 +119,28 @@ def test_collectives_go_where_asked():
 
 
 @pytest.mark.parametrize(
-    "function, cast",
+    "function, casts",
     [
-        (lambda x: x.bfloat16().double(), True),
-        (lambda x: x.sin(), False),
-        (lambda x: x.to(torch.float8_e4m3fn), False),
-        (lambda x: x.to(torch.int64), False),
-        (lambda x: x.to("meta"), False),
-        (lambda x: x.view(4, 1), False),
+        (lambda x: x.bfloat16().double(), 2),
+        (lambda x: x.sin(), 0),
+        (lambda x: x.to(torch.float8_e4m3fn), 0),
+        (lambda x: x.to(torch.int64), 0),
+        (lambda x: x.to("meta"), 0),
+        (lambda x: x.view(4, 1), 0),
     ],
 )
-def test_casts_are_between_floating_point_dtypes_of_two_bytes_or_more(function, cast):
+def test_casts_are_between_floating_point_dtypes_of_two_bytes_or_more(function, casts):
     module = traced(lambda x: [function(x.sin())], torch.randn(4))
     node = last(module)
-    assert is_cast(node) == cast
+    assert is_cast(node) == bool(casts) and len(casts_of(node)) == casts
+    assert without_casts(node) is (find(module, aten.sin.default) if casts else node)
+
+
+def test_the_cast_behind_a_node_alone_reads_it():
+    module = traced(lambda x: [x.sin().bfloat16()], torch.randn(4))
+    assert cast_behind(find(module, aten.sin.default)) is last(module)
+    module = traced(lambda x: [(y := x.sin()).bfloat16(), y + 1], torch.randn(4))
+    assert cast_behind(find(module, aten.sin.default)) is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import stepgraph
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_loss
+from stepgraph.models.cache import LayerCache
 from stepgraph.models.documents import document_mask
 from tests.models.moe_models import DEEPSEEK, QWEN, our_model
 
@@ -101,6 +102,8 @@ def test_what_positions_cannot_be_is_refused():
     llama, tokens = Llama3(LLAMA), torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"positions are \(1, 3\) and tokens \(1, 4\); give one for each token"):
         llama(tokens, positions=tokens[:, :3])
+    with pytest.raises(ValueError, match="a cache holds one text"):
+        llama(tokens, [LayerCache(8), LayerCache(8)], tokens)
     flex = Llama3(dataclasses.replace(LLAMA, attention="flex"))
     with pytest.raises(ValueError, match="choose sdpa"):
         flex(tokens, positions=tokens)

@@ -1,4 +1,4 @@
-"""Generation, next to transformers' own."""
+"""Generation with a key-value cache, beside the same model without one and beside transformers' own."""
 
 import math
 from collections import Counter
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from stepgraph.config.hf_weights import save_hf
-from stepgraph.models import Llama3Config, RopeScaling, family_of
+from stepgraph.models import GolfConfig, Llama3Config, RopeScaling, family_of
+from stepgraph.models.cache import LayerCache
 from stepgraph.models.generate import generate, sampler
 from tests.models.moe_models import DEEPSEEK, KINDS, QWEN
 
@@ -23,6 +24,7 @@ MODELS = {
     "llama": LLAMA,
     "llama-scaled-tied": replace(LLAMA, rope_scaling=SCALED, tie_embeddings=True, n_kv_heads=4),
     "llama-flex": replace(LLAMA, attention="flex"),
+    "golf": GolfConfig(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=96, residual_scales=True),
     "deepseek": DEEPSEEK,
     "deepseek-yarn": KINDS["yarn"],
     "qwen": QWEN,
@@ -40,6 +42,17 @@ def model_of(config):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_without_a_cache(name):
+    model, tokens = model_of(MODELS[name]), torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    cache = [LayerCache(12) for _ in model.layers]
+    with torch.no_grad():
+        expected = model(tokens)
+        parts = [model(tokens[:, start:stop], cache) for start, stop in [(0, 5), *((i, i + 1) for i in range(5, 12))]]
+    # fp32: attention over a cache sums in another order than over a square.
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "golf"])
 def test_greedy_is_transformers_generate_on_exported_weights(name, tmp_path):
     model = model_of(MODELS[name])
     save_hf(model, tmp_path)
@@ -51,6 +64,13 @@ def test_greedy_is_transformers_generate_on_exported_weights(name, tmp_path):
     assert made == expected and len(set(made)) >= 3
     stop = made[4]
     assert list(generate(model, prompt, 20, sampler(temperature=0), {stop})) == made[: made.index(stop)]
+
+
+def test_the_prompt_runs_once_and_then_a_token_at_a_time():
+    model, seen = model_of(LLAMA), []
+    model.embed.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape[1]))
+    list(generate(model, [1, 2, 3], 4, sampler(temperature=0)))
+    assert seen == [3, 1, 1, 1]
 
 
 @settings(max_examples=50, deadline=None)
@@ -84,9 +104,16 @@ def test_next_to_no_temperature_is_none(temperature):
     assert sampler(temperature)(torch.tensor([3.0, 1e9, -2.0, 9e8])) == 1
 
 
-def test_what_a_model_has_no_room_for_is_refused():
+def test_what_a_cache_cannot_hold_is_refused():
     model = model_of(LLAMA)
     with pytest.raises(ValueError, match="the prompt has no tokens"):
         list(generate(model, [], 3, sampler()))
+    cache = [LayerCache(4) for _ in model.layers]
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]), cache)
+        with pytest.raises(ValueError, match="2 tokens at once after 2 others; give them one by one"):
+            model(torch.tensor([[1, 2]]), cache)
+        with pytest.raises(ValueError, match=r"5 tokens are more than the cache's 4; make it larger"):
+            model(torch.tensor([[1, 2, 3]]), cache)
     with pytest.raises(ValueError, match="sequence length 65 is above max_seq_len=64"):
         list(generate(model, [1], 70, sampler(temperature=0)))

@@ -62,6 +62,7 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph-flex": lambda parts: CapturedStep(parts, attention="flex"),
     "stepgraph-grouped-torch": lambda parts: CapturedStep(parts, grouped="torch"),
     "stepgraph-grouped-quack": lambda parts: CapturedStep(parts, grouped="quack"),
+    "stepgraph-regional": lambda parts: CapturedStep(parts, inductor="regional"),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
     "stepgraph-fp8-tensorwise": lambda parts: CapturedStep(parts, fp8="tensorwise"),
     "stepgraph-fp8-rowwise": lambda parts: CapturedStep(parts, fp8="rowwise"),

@@ -26,7 +26,7 @@ from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.passes import PASSES, PassReport
 
 #: Version of the account's format. A page of another version is not read.
-FORMAT = 3
+FORMAT = 2
 #: Options that a step's graphs depend on: the options of a forecast and some that only a run has.
 _OPTIONS = (
     *SETTINGS,

@@ -1,20 +1,25 @@
-"""``stepgraph inspect``: the page of a run or of a preset."""
+"""``stepgraph inspect``: the page of a run or of a preset, alone or compared with another."""
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
 
 from stepgraph.config.command_line import given, parse, require_folder
 from stepgraph.config.commands import FORECAST, InspectOptions
+from stepgraph.config.files import run_config
 from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.account.account import account_of
+from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import simulated, with_microbatches
 from stepgraph.inspect.forecast.pipeline import simulated_stage
+from stepgraph.inspect.ranks import graphs_of_ranks, report
+from stepgraph.options import values
 from stepgraph.passes import Target
 from stepgraph.passes.waiting import Waiting
 
@@ -38,26 +43,64 @@ def main(argv: list[str]) -> int:
     )
     require_folder(options.html, "html")
     require_folder(options.text, "text")
-    if what not in PRESETS and (unused := given(words) - {"html"}):
-        flag = "--" + min(unused).replace("_", "-")
-        raise ValueError(f"{flag} is about a preset, and {what} has run: leave it out")
-    with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):
+    named = given(words)
+    about_runs = {"html", "against", "ranks", "gpu"} if options.ranks else {"html", "against"}
+    if what not in PRESETS and named - about_runs:
+        raise ValueError(f"{_flag(named - about_runs)} is about a preset, and {what} has run: leave it out")
+    elsewhere = options.against in PRESETS and options.against != what
+    if elsewhere and (shape := {name for name in named if name.startswith("model.")}):
+        raise ValueError(f"{_flag(shape)} shapes {what}, not {options.against}: compare with a page of that")
+    waiting = Waiting(lambda line: print(line, file=sys.stderr, flush=True))
+    if options.ranks:
+        with waiting:
+            return _ranks(what, config, options, words)
+    other = None
+    with waiting:
         account = _account(what, config, options, words)
+        if options.against is not None:
+            if elsewhere:
+                config = dataclasses.replace(PRESETS[options.against](), **values(config, *FORECAST))
+            other = _account(options.against, config, dataclasses.replace(options, text=None), words)
     try:
-        write_page(options.html, account)
+        write_page(options.html, account, other and difference(account, other, what, options.against))
     except OSError as error:
         raise ValueError(f"html={options.html} cannot be written: {error.strerror}; give another file") from error
     print(f"page {options.html}, {options.html.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
 
 
+def _flag(names: set[str]) -> str:
+    return "--" + min(names).replace("_", "-")
+
+
+def _ranks(what: str, config: TrainConfig, options: InspectOptions, words: list[str]) -> int:
+    """Compare the graphs of all ranks of a preset or a run; 1 where they differ."""
+    if unused := given(words) & {"html", "against", "text", "stage"}:
+        raise ValueError(f"--ranks compares graphs and writes no page: leave {_flag(unused)} out")
+    config = _checked(config, options, words) if what in PRESETS else _run_config(Path(what))
+    graphs = graphs_of_ranks(config, options.gpu)
+    print("\n".join(report(config.mesh_spec, graphs)))
+    return int(len({graph.digest for graph in graphs}) > 1)
+
+
+def _run_config(folder: Path) -> TrainConfig:
+    if not folder.is_dir():
+        raise unknown_name("preset or run", str(folder), PRESETS)
+    return run_config(folder)
+
+
+def _checked(config: TrainConfig, options: InspectOptions, words: list[str]) -> TrainConfig:
+    """The configuration of a preset with the options that ``words`` set."""
+    config = with_microbatches(config, words)
+    config.validate()
+    refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))
+    return config
+
+
 def _account(what: str, config: TrainConfig, options: InspectOptions, words: list[str]) -> dict[str, Any]:
     """The account of a preset, with ``config``, of a run folder or of a page."""
     if what in PRESETS:
-        gpu, config = GPUS[options.gpu], with_microbatches(config, words)
-        config.validate()
-        refuse_idle(config, words, Target.forecast(gpu))
-        return preset_account(config, gpu, options.stage, options.text)
+        return preset_account(_checked(config, options, words), GPUS[options.gpu], options.stage, options.text)
     path = Path(what)
     if path.is_dir():
         path = path / PAGE

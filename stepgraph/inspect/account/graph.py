@@ -26,7 +26,7 @@ from stepgraph.graph.partition import needs_host
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph, name_of, type_of
 from stepgraph.graph.values import Value
-from stepgraph.inductor.pieces import nodes_of
+from stepgraph.inductor.regional import nodes_of, region_of
 
 PHASES = ("forward", "loss", "backward", "optimizer", "input", "output", "unattributed")
 #: What a node's time is spent on.
@@ -68,11 +68,11 @@ def graph_account(
 
     - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a
       ``$`` for each of the node's ``inputs`` (numbers of nodes, in that order); ``type``, ``path``, ``source``,
-      ``role``, ``region``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line), ``roles`` and
-      ``regions`` (the user's names, see `stepgraph.region`); ``phase`` and ``work``: in ``PHASES`` and ``WORK``;
-      ``checkpoint``: -1 for none. ``kernel``: number of the node that the forecast charges this node's kernel to, -1:
-      it runs nothing. ``ns``, ``moved``: of the whole kernel, at that node; ``start``: in ns; ``flops``: of the node.
-      ``piece``: place in ``pieces``, -1 for none.
+      ``role``, ``region``, ``choice``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line),
+      ``roles``, ``regions`` (the user's names, see `stepgraph.region`) and ``choices`` (regions that Inductor gets
+      choices for); ``phase`` and ``work``: in ``PHASES`` and ``WORK``; ``checkpoint``: -1 for none. ``kernel``: number
+      of the node that the forecast charges this node's kernel to, -1: it runs nothing. ``ns``, ``moved``: of the whole
+      kernel, at that node; ``start``: in ns; ``flops``: of the node. ``piece``: place in ``pieces``, -1 for none.
     - ``pieces``: what was compiled, in order. ``generated``: the kernels that Inductor made, [name, text]; ``made``:
       [node, places in ``generated``], all of its piece where Inductor does not say which.
     - ``storages``: columns ``node`` (that makes it), ``bytes``, ``kind`` (place in ``costs.memory.KINDS``), ``last``
@@ -133,13 +133,15 @@ def graph_account(
 
 
 def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict, dict]:
-    calls, types, paths, sources, roles, regions = (_Strings() for _ in range(6))
+    calls, types, paths, sources, roles, regions, choices = (_Strings() for _ in range(7))
     columns: dict[str, list] = {
         key: []
-        for key in (*("name", "call", "inputs", "type", "path", "source", "role", "region", "phase", "checkpoint"),)
+        for key in (
+            *("name", "call", "inputs", "type", "path", "source", "role", "region", "choice", "phase", "checkpoint"),
+        )
     }
     for node in order:
-        found = provenance(node)
+        found, choice = provenance(node), region_of(node)
         text, inputs = _call(node)
         columns["name"].append(node.name)
         columns["call"].append(calls(text))
@@ -149,10 +151,11 @@ def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int
         columns["source"].append(sources(_source(found.source if found else "")))
         columns["role"].append(roles(str(found.role) if found and found.role else ""))
         columns["region"].append(regions(found.region if found else ""))
+        columns["choice"].append(choices(f"{choice.kind} {choice.id}" if choice else ""))
         columns["phase"].append(PHASES.index(phase_of(node)))
         columns["checkpoint"].append(-1 if found is None or found.checkpoint is None else found.checkpoint)
     tables = {"calls_text": calls, "types": types, "paths": paths, "sources": sources}
-    tables |= {"roles": roles, "regions": regions}
+    tables |= {"roles": roles, "regions": regions, "choices": choices}
     return columns, {key: strings.all for key, strings in tables.items()}
 
 

@@ -23,27 +23,29 @@ _SCRIPTS = (
     "budget.js",
     "tables.js",
     "card.js",
+    "compare.js",
     "main.js",
 )
 _BLOCK = re.compile(r'<script type="application/json" id="account">(.*?)</script>', re.DOTALL)
 
 
-def page_of(account: dict[str, Any]) -> str:
-    """The page of ``account``."""
+def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -> str:
+    """The page of ``account``, compared with another one if ``difference`` is given (see `compare.difference`)."""
     title = " ".join(filter(None, [account["head"]["title"], account["head"]["mesh"], "stepgraph"]))
     return _part("page.html").format(
         title=html.escape(title),
         style=_part("page.css"),
         account=_json(account),
+        difference=_json(difference),
         script="\n".join(map(_part, _SCRIPTS)),
     )
 
 
-def write_page(path: Path, account: dict[str, Any]) -> None:
+def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] | None = None) -> None:
     """Write the page to ``path`` atomically: a crash leaves the old file or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(page_of(account), encoding="utf-8")
+        temporary.write_text(page_of(account, difference), encoding="utf-8")
         temporary.replace(path)
     except OSError:  # free the space of a full disk
         with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_positive
 from stepgraph.models.context import Context
 from stepgraph.models.decoder import Block
@@ -118,6 +119,7 @@ class LatentAttention(nn.Module):
         cos: torch.Tensor,  # (T, 1, qk_rope_head_dim) or, with positions, (B, T, 1, qk_rope_head_dim)
         signed_sin: torch.Tensor,  # the same
         mask: torch.Tensor | None,  # of `document_mask`; None: causal
+        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         config = self.config
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -131,21 +133,26 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)  # (B, T, H, qk_head_dim)
         q = torch.cat((q_nope, apply_rope_interleaved(q_rope, cos, signed_sin)), dim=-1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, *)
-        attention = partial(self._attend, mask=mask)
+        causal = cache is None or q.shape[2] > 1
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        attention = partial(self._attend, causal=causal, mask=mask)
         if self.context is None:
             y = attention(q, k, v)
         else:
             y = self.context.attend(attention, q, k, v, mask, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         """(B, H, T, qk_head_dim) twice and (B, H, T, v_head_dim) -> (B, H, T, v_head_dim)."""
         width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
         if v.device.type == "cpu" and missing > 0:  # its fused attention takes one width only
             v = F.pad(v, (0, missing))
         if mask is not None:
             return attend_within(q, k, v, mask, self.scale)[..., :width]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)[..., :width]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale)[..., :width]
 
 
 class DeepSeekV3(MoEDecoder):

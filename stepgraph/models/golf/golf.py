@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.context import Context, own_mask, own_part
 from stepgraph.models.documents import attend_within, check_positions
@@ -89,17 +90,21 @@ class Attention(nn.Module):
         self.q_norm = _norm(config.head_dim)
         self.k_norm = _norm(config.head_dim)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(
+        self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H, T, head_dim)
         k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H_kv, T, head_dim)
         v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H_kv, T, head_dim)
         # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
+        if cache is not None:
+            k, v = cache.extend(k, v)
 
         def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             if mask is not None:
                 return attend_within(q, k, v, mask)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
 
         y = attention(q, k, v) if self.context is None else self.context.attend(attention, q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
@@ -130,17 +135,19 @@ class Block(nn.Module):
         self.attn_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
         self.mlp_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        attn = self.attn(self.attn_norm(x), mask)
+    def forward(
+        self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
+        attn = self.attn(self.attn_norm(x), cache=cache, mask=mask)
         x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
         mlp = self.mlp(self.mlp_norm(x))
         return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)
 
 
 class Golf(nn.Module):
-    """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); ``positions`` (B, T): of
-    packed documents that do not see each other (see `stepgraph.models.documents`). With a ``context`` the logits are of
-    this rank's part of the tokens.
+    """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the
+    tokens that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
+    `stepgraph.models.documents`). With a ``context`` the logits are of this rank's part of the tokens.
 
     Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
     then :meth:`init_weights`.
@@ -162,14 +169,14 @@ class Golf(nn.Module):
         init_parameters(self, self.config.n_layers, seed, parts)
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None = None
+        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
         if positions is not None:
-            check_positions(positions, tokens)
+            check_positions(positions, tokens, cache)
         x = self.embed_norm(self.embed(own_part(self, tokens)))  # (B, T, D)
         mask = own_mask(self, tokens, positions, x.dtype)
-        for block in self.layers:
-            x = block(x, mask)
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+            x = block(x, kept, mask)
         return self.head(self.norm(x))  # (B, T, V)
 
 

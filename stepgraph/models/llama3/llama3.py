@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from stepgraph.errors import unknown_name
+from stepgraph.models.cache import Cache
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.decoder import Attention, Block, Decoder
 from stepgraph.models.rope import RopeScaling
@@ -91,11 +92,11 @@ class Llama3(Decoder):
         super().__init__(config, blocks, config.head_dim, config.rope_scaling)
 
     def mask(
-        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None
+        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
     ) -> BlockMask | torch.Tensor | None:
         """As in `Decoder`, or FlexAttention's."""
-        if self.config.attention != "flex":
-            return super().mask(tokens, dtype, positions)
+        if self.config.attention != "flex" or (positions is None and cache is not None):
+            return super().mask(tokens, dtype, positions, cache)
         if positions is not None:
             raise ValueError("attention='flex' does not separate packed documents; choose sdpa")
         return causal_block_mask(tokens.shape[1], tokens.device)

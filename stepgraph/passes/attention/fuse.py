@@ -63,7 +63,7 @@ class FuseAttentionOptions:
     options=FuseAttentionOptions(),
     needs_cuda=True,
     from_options=lambda options: (
-        {"compiled": options.compiles_all}
+        {"compiled": options.compiles_attention}
         if options.attention == "auto" and not options.any_length  # what kernels take depends on the length
         else None
     ),

@@ -62,7 +62,7 @@ def gather_fp8(step: StepGraph, options: object, report: PassReport) -> None:
         amaxes = _reduced(weights, group)
         for weight, amax in zip(weights, amaxes, strict=True):
             moved += weight.gather.wait.meta["val"].nbytes
-            _gather_cast(weight, amax)
+            gather_cast(weight.gather.node, weight.cast, amax, [])
         report.changed += len(weights)
     report.summary = (
         f"{report.changed} of {report.matched} gathered parameters in fp8, {moved / 2**20:.1f} MiB became "
@@ -102,11 +102,11 @@ def _reduced(weights: list[_Weight], group: str) -> list[fx.Node]:
         own.append(build(weight.amax.target, shard, *weight.amax.args[1:], **weight.amax.kwargs, like=weight.amax))
     stacked = build(aten.stack.default, own)
     set_role(stacked, None)
-    waited = _largest(stacked, build, role_of(first).axis, group)
+    waited = largest(stacked, build, role_of(first).axis, group)
     return [build(aten.select.int, waited, 0, i, like=w.amax) for i, w in enumerate(weights)]
 
 
-def _largest(magnitudes: fx.Node, build: Builder, axis: str, group: str) -> fx.Node:
+def largest(magnitudes: fx.Node, build: Builder, axis: str, group: str) -> fx.Node:
     """The largest of each of ``magnitudes`` (fp32, not negative) over the ranks of ``group``; NaN where one is.
 
     Compared as the integers that their bits are, in whose order every NaN is above infinity: maxima of floats may drop
@@ -123,9 +123,10 @@ def _largest(magnitudes: fx.Node, build: Builder, axis: str, group: str) -> fx.N
     return whole
 
 
-def _gather_cast(weight: _Weight, amax: fx.Node) -> None:
-    """Cast before the gather, with the largest magnitude ``amax``, and transpose after it."""
-    gather, cast, shard = weight.gather.node, weight.cast, weight.shard
+def gather_cast(gather: fx.Node, cast: fx.Node, amax: fx.Node, moving: list[fx.Node]) -> None:
+    """Cast before ``gather``, with the largest magnitude ``amax``, and transpose after it. ``moving``: the nodes that
+    make what ``cast`` reads of what was gathered, and only move it, in their order."""
+    (wait,), shard = gather.users, gather.args[0]
     dtype, columns = cast.args[2], cast.args[4]
     build, shape = Builder(cast, before=gather), shard.meta["val"].shape
     if not shard.meta["val"].is_contiguous():
@@ -136,9 +137,12 @@ def _gather_cast(weight: _Weight, amax: fx.Node) -> None:
     # As bytes: not every backend of process groups knows fp8.
     q = build.view(build(aten.view.dtype, q, torch.uint8), shape)
     gathered = build(ALL_GATHER, q, *gather.args[1:], like=gather)
-    waited = build(WAIT, gathered, like=weight.gather.wait)
+    moved = {wait: build(WAIT, gathered, like=wait)}
     behind = Builder(cast, before=cast)
-    whole = behind(aten.view.dtype, waited, dtype)
+    for old in moving:
+        args, kwargs = fx.map_arg((old.args, old.kwargs), lambda n: moved[n])
+        moved[old] = behind(old.target, *args, **kwargs, like=old)
+    whole = behind(aten.view.dtype, moved[cast.args[0]], dtype)
     results = {0: scale, 1: whole}
     if columns:
         transposed = behind(aten.t.default, whole)

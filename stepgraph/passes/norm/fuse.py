@@ -3,7 +3,8 @@
 Matches: every norm of rows, forward and backward, fused or composite (see `match`). Before -> after, where our
 kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of
 the residual stream's gradient -> ``stepgraph::norm_backward``; the norms of queries and keys -> one operator. Where
-Inductor is chosen the graph stays; where eager is chosen it is marked to be left out of Inductor.
+Inductor is chosen the graph stays, and the norm with its pointwise neighbours is marked as a region; where eager is
+chosen it is marked to be left out of Inductor.
 Tier numerics: the kernels round once where a composite rounds several times, and sum in another order. From run to
 run their results are bitwise equal. Preconditions: a flat graph with phases, before Inductor.
 Source: the idea of torchtitan pull request 3132.
@@ -20,7 +21,9 @@ from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import is_pointwise, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.norm import pairs
 from stepgraph.passes.norm.found import Found, added
@@ -68,7 +71,7 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
     forms, chosen = Counter(), Counter()
     kernels = []
     choices: dict[fx.Node, str] = {}
-    for found in norms:
+    for i, found in enumerate(norms):
         forms[found.form, "forward"] += bool(found.outputs)
         forms[found.form, "backward"] += found.gradient is not None
         why = unsupported(found, aliases)
@@ -82,7 +85,9 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             kernels.append(found)
         elif options.choice == "kernel":
             left.append(f"{found.root.name} stays as it is: {why}")
-        if choice == "eager" and options.choice == "eager":
+        if choice == "inductor" and options.on_gpu:
+            _mark_region(found, i)
+        elif choice == "eager" and options.choice == "eager":
             _mark_eager(found)
     details = _rewrite(step, kernels, aliases) if kernels else ""
     report.matched, report.changed = len(norms), len(kernels)
@@ -171,6 +176,20 @@ def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
         if node is not None and node.users and all(is_pointwise(user) for user in node.users):
             saved += 2 * tensor_bytes(node)
     return saved
+
+
+# Marks
+
+
+def _mark_region(found: Found, i: int) -> None:
+    """Mark the norm with its pointwise neighbours, forward and backward apart."""
+    nodes = set(found.nodes)
+    for node in found.nodes:
+        nodes |= {n for n in (*node.all_input_nodes, *node.users) if is_pointwise(n)}
+    for node in nodes:
+        if phase_of(node) != "optimizer":
+            part = "backward" if phase_of(node) == "backward" else "forward"
+            node.meta.setdefault(KEY, Region(f"norm.{i}.{part}", "norm"))
 
 
 def _mark_eager(found: Found) -> None:

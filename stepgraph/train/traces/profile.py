@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, record_function
 import stepgraph
 from stepgraph.config.train import PLAIN_STEP
 from stepgraph.graph.provenance import provenance
-from stepgraph.inductor.pieces import nodes_of
+from stepgraph.inductor.regional import nodes_of
 from stepgraph.train.traces.names import Trace, label, labels, measured, renamed, sequence
 
 #: The file in a run folder, for ui.perfetto.dev and chrome://tracing.
