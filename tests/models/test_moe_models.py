@@ -204,8 +204,8 @@ def test_parameter_counts(make, total, active):
 def test_flops_are_those_that_torch_counts(kind, monkeypatch):
     """Forward and backward as torch's own counter sees them, which knows attention's two head sizes."""
 
-    def attend_on_gpus(self, q, k, v, mask):  # where values are not padded to the width of keys
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+    def attend_on_gpus(self, q, k, v, causal, mask):  # where values are not padded to the width of keys
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale)
 
     monkeypatch.setattr(LatentAttention, "_attend", attend_on_gpus)
     config = KINDS[kind]

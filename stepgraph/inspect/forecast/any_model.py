@@ -349,7 +349,8 @@ def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu
         over = [size for size in peaks if size not in met]
         low, high = max(met, default=0), min(over, default=math.inf)
         first, then = (low, high) if met and over else sorted(met)[-2:] if met else sorted(over)[:2]
-        aim = min(_where_full(first, peaks[first], then, peaks[then], gpu.memory), high - 1)
+        below = min(high - 1, high * (1 - 0.005 * 2 ** (len(over) - 1))) if over else high  # lines err by rounding
+        aim = min(_where_full(first, peaks[first], then, peaks[then], gpu.memory), below)
         if aim == math.inf:
             return None, f"the peak does not grow between batches of {first * n} and {then * n}"
         other = max(math.floor(aim), math.isqrt(low * high) if over else low)
