@@ -235,7 +235,7 @@ def test_copies_of_its_inputs_are_not_made(backend, heads):
     for model in (copied, plain):
         step, report = captured(model, batch, backend)
         found.append([step(batch), *(step(batch) for _ in range(3)), *(p.grad for p in model.parameters())])
-        assert ("2 of their inputs are read where they lie, and not copied before" in report.notes) == (model is copied)
+        assert ("2 of their inputs are read in place, without a copy" in report.notes) == (model is copied)
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 

@@ -82,9 +82,9 @@ def inner_tile(tuning: Tuning, features: Any, groups: list[Any]) -> Tile | None:
 
 
 def _along_rows(features: Any) -> bool:
-    """Inductor takes a kernel for an inner reduction only where each read and write of its reductions is contiguous:
-    not where one reads a value per sequence, as a modulated norm does, nor where results of rows are padded, as
-    those of 1,500 tokens."""
+    """Whether a kernel reduces along contiguous rows. Inductor's own hint says so only where all reads and writes of
+    its reductions are contiguous: not for a modulated norm, which reads a value per sequence, nor where row statistics
+    are padded, as for 1,500 tokens."""
     hint = features.get_reduction_hint()
     if hint != parts.ReductionHint.DEFAULT or features.has_non_contiguous_pw_in_reduction_kernel():
         return hint == parts.ReductionHint.INNER

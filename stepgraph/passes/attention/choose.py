@@ -11,7 +11,7 @@ FlexAttention (see `flex`) also takes a mask that the graph alone determines and
 one of booleans that each step makes, as of packed documents: ``auto`` gives it masks of which it skips much.
 Else ``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A
 named backend is taken for all, or the capture fails with the first attention that it does not take.
-FlashAttention 2's and cuDNN's kernels read queries, keys and values where they lie: copies made for them alone go.
+FlashAttention 2 and cuDNN read queries, keys and values in place: a copy that only attention reads is removed.
 Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16 (flex: fp32 too), no mask (flex: a
 band or booleans), no dropout (another kernel would draw other numbers). What stays is listed with its reason.
 """
@@ -97,7 +97,7 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
     report.summary = f"{report.matched} attentions, {report.changed} changed: {counts}" if counts else "no attention"
     report.notes += _notes(decisions, others)
     if saved := sum(map(len, lying.values())):
-        report.notes.append(f"{saved} of their inputs are read where they lie, and not copied before")
+        report.notes.append(f"{saved} of their inputs are read in place, without a copy")
     if not report.matched and options.backend != "auto":
         report.notes.append("nothing to run by it: torch decomposes attention that none of its kernels takes")
 
@@ -125,10 +125,10 @@ def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, opti
 
 
 def _lying(decision: Decision, aliases: Aliases) -> dict[fx.Node, fx.Node]:
-    """Queries, keys and values that are copies which this attention alone reads -> what they are copies of, where a
-    kernel can read that as it lies, nothing writes it meanwhile, and no more memory is kept for backward.
+    """Copies that only this attention reads -> what they were copied from, if a kernel takes its strides, nothing
+    writes it before backward, and no more memory is kept for backward.
 
-    Models of transformers put keys and values behind those of an empty cache (``cat``), and many make them contiguous.
+    Models of transformers append keys and values to an empty cache (``cat``), and many make them contiguous.
     """
     found = decision.attention
     if isinstance(found, str) or found.mask is not None:

@@ -183,7 +183,7 @@ COPIES = dict.fromkeys(("contiguous", "read elsewhere", "written", "part of more
 
 @pytest.mark.parametrize("op", ["cudnn", "flash2"])
 @pytest.mark.parametrize("kind", COPIES)
-def test_inputs_are_read_where_they_lie(kind, op):
+def test_inputs_are_read_in_place(kind, op):
     """But for copies that others read, of what is written, of a small part of memory, of rows that do not align."""
 
     def program(q, key, value, dy):
@@ -210,7 +210,7 @@ def test_inputs_are_read_where_they_lie(kind, op):
     report = rewritten(step)
     ((q, k, v),) = [n.args[:3] for n in step.graph.nodes if n.target is FORWARD[op]]
     lies = kind in ("an empty cache", "contiguous", "both")
-    assert [k.op == v.op == "placeholder", any("where they lie" in note for note in report.notes)] == [lies, lies]
+    assert [k.op == v.op == "placeholder", any("read in place" in note for note in report.notes)] == [lies, lies]
     assert forms(step) == before and (report.changed, q.op) == (0, "placeholder")
     copies = count(step, aten.cat.default) + count(step, aten.clone.default)
     assert copies == 2  # of the gradients, which readers know as contiguous, or of what stays
