@@ -411,25 +411,21 @@ def refuse_batch_keys(before: Mapping[str, Any], after: Mapping[str, Any], exact
     ``before``, ``after``: leaves by name. What it takes out, as with ``pop``, the caller's keeps."""
     put = next((name for name, leaf in after.items() if name not in before or before[name] is not leaf), None)
     if put is not None:
-        message = (
-            f"loss_fn sets {put}, and a captured step leaves its caller's batch as it is; begin loss_fn with "
-            "batch = dict(batch), and report what is read after the step with stepgraph.metric"
-        )
-        if exact:
-            raise CaptureError(message)
-        warnings.warn(message, stacklevel=2)
+        fix = "begin loss_fn with batch = dict(batch), and report what is read after the step with stepgraph.metric"
+        _refuse(f"loss_fn sets {put}, and a captured step leaves its caller's batch as it is; {fix}", exact)
 
 
 def refuse_unseen(unseen: Mapping[str, str], exact: bool) -> None:
     """Raise, or without ``exact`` warn, of what the step read of Python and nothing can compare at later calls."""
+    fix = "pass what is read of it in the batch, or hold it in a tensor"
     for path, why in unseen.items():
-        message = (
-            f"the step reads {path}, a {why}, and a captured step would keep what it is now; pass what is read of it "
-            "in the batch, or hold it in a tensor"
-        )
-        if exact:
-            raise CaptureError(message)
-        warnings.warn(message, stacklevel=2)
+        _refuse(f"the step reads {path}, a {why}, and a captured step would keep what it is now; {fix}", exact)
+
+
+def _refuse(message: str, exact: bool) -> None:
+    if exact:
+        raise CaptureError(message)
+    warnings.warn(message, stacklevel=3)
 
 
 def refuse_fake_constants(step: StepGraph) -> None:

@@ -312,7 +312,7 @@ def test_a_replay_may_take_as_long_as_the_first_step(clock, monkeypatch):
 
 @pytest.mark.parametrize(("quiet_s", "look_s"), [(0.0, 5.0), (4.0, 0.05)])
 def test_a_rank_in_the_same_step_is_named_where_no_other_is(quiet_s, look_s, clock, monkeypatch):
-    """Whether it is known to be silent, as one that was stopped a moment ago, or goes on reporting."""
+    """Both if it stopped reporting four seconds ago and if it still reports."""
     store, ended = dist.HashStore(), []
     monkeypatch.setattr(parallel, "job_store", lambda: store)
     monkeypatch.setattr(watch, "report", lambda error: None)

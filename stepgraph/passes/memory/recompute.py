@@ -149,11 +149,9 @@ class Plan:
         """
         choices = [marked := self.checkpointed() | self.dequantized()]
         if policy in ("selective", "full"):
-            choices.append(marked | self.selective())
-            if self.kept_bytes(choices[1]) > self.kept_bytes(
-                marked
-            ):  # sums of two products, as of LoRA, which are kept
-                choices[1] = marked | self.cut(choices[1])
+            again = marked | self.selective()
+            # Dropping a sum of several products, as of LoRA, may keep more than it frees.
+            choices.append(again if self.kept_bytes(again) <= self.kept_bytes(marked) else marked | self.cut(again))
         if policy == "full":
             choices.append(marked | self.full())
         return min(choices, key=self.kept_bytes)
