@@ -22,6 +22,7 @@ from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes.compile.cuda_graph import split_at_host
 from stepgraph.run.interpreter import Interpreter
+from stepgraph.run.memsets import memsets_to_kernels
 
 
 class Shared:
@@ -194,7 +195,7 @@ class _Piece:
     def __init__(self, module: fx.GraphModule, args: Sequence[Any], session: Session):
         self.module, self.args, self.session = module, list(args), session
         self.run = Interpreter(module)
-        self.graph = torch.cuda.CUDAGraph() if module.group == "device" else None
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True) if module.group == "device" else None
         self.results: Any = None
 
     def record(self, shared: Shared) -> Any:
@@ -226,6 +227,7 @@ class _Piece:
             raise RuntimeError(
                 f"{span} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
             ) from error
+        memsets_to_kernels(self.graph)
         self.graph.replay()
         return self.results
 

@@ -14,6 +14,7 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.graph.values import BatchLeaf
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.run.cuda_graph import first_of, join_collectives, recording_stream, run_watched, spanned
+from stepgraph.run.memsets import memsets_to_kernels
 from stepgraph.run.results import Results
 
 Tensor = torch.Tensor
@@ -90,7 +91,7 @@ class WholeStep:
             leaf = leaves[i]
             self.static[i] = spanned(leaf).clone().as_strided(leaf.shape, leaf.stride())
         torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
+        graph, stream = torch.cuda.CUDAGraph(keep_graph=True), recording_stream(torch.cuda.current_device())
         try:
             # Other threads may continue: NCCL's watchdog asks after events of earlier collectives.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -101,4 +102,5 @@ class WholeStep:
             raise RuntimeError(
                 f"the step cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
             ) from error
+        memsets_to_kernels(graph)
         self.graph = graph
