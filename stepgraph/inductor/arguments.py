@@ -3,7 +3,8 @@
 A pattern matches a call whatever keyword arguments it has besides those that the pattern names: ``add(x, a @ b,
 alpha=2)`` becomes ``addmm(x, a, b)`` (pytorch #167313, #196577). Before -> after: ``add(x, y, alpha=a)`` -> ``add(x,
 mul(y, a))``, likewise ``sub``; ``sum(x, dtype=d)`` -> ``sum(cast(x, d))``, likewise ``cumsum``. Inductor makes the same
-arithmetic of both forms. A test compares `WRITTEN` with the patterns of the installed torch.
+arithmetic of both forms. A test compares `WRITTEN` with the patterns of the installed torch. ``maximum(p, q)`` of
+truth values, which Inductor cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``.
 """
 
 from typing import Any
@@ -19,11 +20,14 @@ WRITTEN = {
     aten.rsub: ("alpha", 0),
     **dict.fromkeys((aten.sum, aten.cumsum), ("dtype", 0)),
 }
+_OF_TRUTH = {aten.maximum.default: aten.logical_or.default, aten.minimum.default: aten.logical_and.default}
 
 
 def write_arguments(graph: fx.Graph) -> None:
     """Write the arguments that `WRITTEN` names as operators, in all of ``graph``."""
     for node in list(graph.nodes):
+        if node.target in _OF_TRUTH and node.meta["val"].dtype is torch.bool:
+            node.target = _OF_TRUTH[node.target]
         name, place = WRITTEN.get(getattr(node.target, "overloadpacket", None), (None, 0))
         given = node.kwargs.get(name)
         if given is None:

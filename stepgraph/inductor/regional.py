@@ -20,7 +20,6 @@ from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.inductor.arguments import write_arguments
 from stepgraph.inductor.compiled import Compiled, Function
-from stepgraph.inductor.integers import write_narrow_integers
 from stepgraph.inductor.library import Use, compiled_once, is_compiled, note
 
 KEY = "stepgraph_region"
@@ -275,7 +274,6 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
     outputs = tuple(copies[node] for node in piece.outputs)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
     write_arguments(graph)
-    write_narrow_integers(graph)
     return fx.GraphModule(attributes, graph)
 
 

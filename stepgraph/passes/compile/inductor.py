@@ -33,6 +33,7 @@ from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
+from stepgraph.inductor.integers import beyond
 from stepgraph.inductor.regional import Compilation, Piece, compile_pieces, note_pieces, region_of, untag
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
@@ -108,7 +109,12 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
     _drop_empty_operands(step.graph)
     _leave_written(step.graph)
+    positions = beyond(step.graph)
+    for node in positions:
+        node.meta[KEEP_EAGER] = True
+        untag(node)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
+    report.notes += [f"left to eager: {describe(n)}: its type bounds positions, Inductor does not" for n in positions]
     if guard is not None:
         made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
         if made or refused:
