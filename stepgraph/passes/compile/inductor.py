@@ -33,12 +33,12 @@ from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
-from stepgraph.inductor.integers import beyond
 from stepgraph.inductor.regional import Compilation, Piece, compile_pieces, note_pieces, region_of, untag
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
+from stepgraph.passes.compile.integers import beyond
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
 

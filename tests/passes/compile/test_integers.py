@@ -7,8 +7,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.inductor.integers import beyond
 from stepgraph.passes.compile.inductor import takes_sizes_for_scales
+from stepgraph.passes.compile.integers import beyond
 
 aten, arange, int32 = torch.ops.aten, torch.arange, torch.int32
 LEFT = {
