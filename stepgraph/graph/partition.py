@@ -80,11 +80,16 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
         return f"it works on {' and '.join(sorted(devices))} tensors"
     if packet(node) in _SELECTING or _has_mask(node):
         return "the host must read how many elements its mask selects"
-    if node.target in WAITING:
+    if node.target in WAITING and not _has_bounds(node):
         return "its kernels read values on the host"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
         return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
     return None
+
+
+def _has_bounds(node: fx.Node) -> bool:
+    """Whether ``node`` is a histogram between two given values: it reads the least and the greatest only without."""
+    return packet(node) is aten.histc and argument(node, "min") != argument(node, "max")
 
 
 def _has_mask(node: fx.Node) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
 from stepgraph import CaptureError
@@ -302,3 +303,11 @@ def test_a_tensor_that_forward_keeps_and_never_reads():
 def test_a_tensor_that_forward_keeps_and_reads_is_refused(made, message):
     with pytest.raises(CaptureError, match=message):
         stepgraph.capture(Remembers(made, True), loss_fn, batches()[0], passes="exact")
+
+
+@pytest.mark.parametrize(("bounds", "waits"), [((0, 3), False), ((), True), ((2, 2), True)])
+def test_a_histogram_waits_only_to_find_its_bounds(bounds, waits):
+    graph = make_fx(lambda x: torch.histc(x, 4, *bounds))(torch.rand(8)).graph
+    assert [needs_host(node, gpu="cpu") for node in graph.nodes if "histc" in node.name] == [
+        "its kernels read values on the host" if waits else None
+    ]

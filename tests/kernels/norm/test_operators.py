@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import stepgraph.kernels.norm.cast  # noqa: F401  (defines norm_cast)
 from stepgraph.kernels import RMSNorm, layer_norm, qk_norm, rms_norm
+from stepgraph.kernels.norm import operators
 from tests.kernels.norm.cases import EPS, close, exact, rows
 
 ops = torch.ops.stepgraph
@@ -314,3 +316,24 @@ def test_import_needs_no_triton():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_pairs_are_planned_for_the_strides_that_are_launched(monkeypatch, dtype):
+    """Of gradients that are slices, or one row for all, also where one has another dtype."""
+    planned, launched = [], []
+
+    def plan(norm, need_dx, need_dw, config, *tensors):
+        planned.append([(t.stride(), t.dtype) for t in tensors])
+        return SimpleNamespace(run=lambda *given: launched.append([(t.stride(), t.dtype) for t in given[:6]]))
+
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(operators, "_triton", lambda: SimpleNamespace(backward_pair_plan=plan))
+    q, k, w = (torch.empty(shape, dtype=BF16).as_subclass(OnGPU) for shape in ((2, 4, 16), (2, 2, 16), (16,)))
+    wide = torch.empty(2, 2, 23, dtype=dtype)
+    for dyk in (wide[..., :16], wide[:1, :1, :16].expand(2, 2, 16), wide[..., :16].contiguous()):
+        tensors = q, dyk, q, k, w, w
+        operators._pair_backward((BF16, "rms", 1e-5, 0.0), (True, True), *tensors)(*tensors, w, w)
+        assert planned.pop() == launched.pop()
