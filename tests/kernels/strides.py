@@ -113,11 +113,11 @@ def expert_calls(layout: Callable, data: Callable) -> Iterator[Call]:
     gate_up = layout(data(13, 40))
     yield f"swiglu_rows {name}", ours.swiglu_rows, (gate_up, offsets)
     yield f"swiglu_rows_backward {name}", ours.swiglu_rows_backward, (layout(data(13, 20)), gate_up, offsets)
-    pair = layout(data(13, 96)), offsets
-    yield f"swiglu_rows_cast {name}", ours.swiglu_rows_cast, (*pair, True)
-    yield f"swiglu_rows_cast_backward {name}", ours.swiglu_rows_cast_backward, (layout(data(13, 48)), *pair, True)
     yield f"grouped_mm_weight {name}", ours.grouped_mm_weight, (layout(rows), layout(dy), offsets)
-    if x.device.type == "cpu":  # on a GPU the widths must be multiples of 16, and past the last end there is anything
+    if x.device.type == "cpu":  # on a GPU: widths of multiples of 16, anything past the last end and scale
+        pair = layout(data(13, 96)), offsets
+        yield f"swiglu_rows_cast {name}", ours.swiglu_rows_cast, (*pair, True)
+        yield f"swiglu_rows_cast_backward {name}", ours.swiglu_rows_cast_backward, (layout(data(13, 48)), *pair, True)
         e4m3, rows, dy = torch.float8_e4m3fn, data(13, 48), data(13, 16)
         yield f"cast_packed_rows {name}", ours.cast_packed_rows, (layout(rows),)
         yield f"cast_scaled_groups {name}", ours.cast_scaled_groups, (layout(rows), offsets, e4m3)
