@@ -88,7 +88,7 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
 
 
 def _has_bounds(node: fx.Node) -> bool:
-    """Whether ``node`` is a histogram between two given values: it reads the least and the greatest only without."""
+    """Whether ``node`` is a histogram between two given values; without them it reads the data's least and greatest."""
     return packet(node) is aten.histc and argument(node, "min") != argument(node, "max")
 
 

@@ -33,7 +33,7 @@ def on_ranks(world: int, function: Callable, *args: Any) -> None:
 def on_processes(count: int, function: Callable, args: tuple) -> None:
     """Run ``function(rank, *args)`` in ``count`` processes; a failure of one is raised."""
     preload()
-    # With a GPU, what is preloaded asks CUDA for devices, after which a fork cannot use them.
+    # Preloaded modules ask CUDA for its devices; processes forked after that cannot use a GPU.
     method = "spawn" if torch.cuda.is_available() else "forkserver"
     torch.multiprocessing.start_processes(function, args, nprocs=count, start_method=method)
 

@@ -1,6 +1,7 @@
 """Memsets of CUDA graphs as kernels: the edges that the driver is asked for, and the kernel as PTX."""
 
 import ctypes
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -99,8 +100,6 @@ def test_what_the_driver_refuses_is_said(replaced):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernel_is_assembled(target, tmp_path):
-    import subprocess
-
     triton = pytest.importorskip("triton")
     source = tmp_path / "fill.ptx"
     source.write_bytes(memsets._PTX.rstrip(b"\0"))

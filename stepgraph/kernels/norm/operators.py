@@ -151,7 +151,7 @@ def _pair_backward(
             return dq, dk, dwq, dwk
 
         return apart
-    tensors = dyq, dyk.to(dyq.dtype), q, k, wq, wk  # itself, or laid out as in the calls below
+    tensors = dyq, dyk.to(dyq.dtype), q, k, wq, wk  # with the strides that the call launches
     run = _triton().backward_pair_plan(from_options(*options), *needs, None, *tensors).run
     return run if dyk.dtype == dyq.dtype else lambda dyq, dyk, *rest: run(dyq, dyk.to(dyq.dtype), *rest)
 
