@@ -30,10 +30,17 @@ class Replayed:
 
     step = None
 
-    def __init__(self):
-        self.replays = 0
+    def __init__(self, keep_graph):
+        assert keep_graph  # what `prepare` stands in for needs it
+        self.replays, self.prepared = 0, False
+
+    def prepare(self):
+        """In place of `memsets_to_kernels`, which comes once, before the first replay."""
+        assert not self.prepared and not self.replays
+        self.prepared = True
 
     def replay(self):
+        assert self.prepared
         self.replays += 1
         if self.replays > 1:
             for old, new in zip(
@@ -53,7 +60,9 @@ def as_on_gpus(waits=lambda node: None):
     with (
         mock.patch.multiple(torch.cuda, **dict.fromkeys(names, mock.DEFAULT)),
         mock.patch.multiple(torch.cuda, stream=mock.MagicMock(), graph=mock.MagicMock(), CUDAGraph=Replayed),
-        mock.patch.multiple(whole, run_watched=watched, recording_stream=mock.DEFAULT),
+        mock.patch.multiple(
+            whole, run_watched=watched, recording_stream=mock.DEFAULT, memsets_to_kernels=Replayed.prepare
+        ),
         mock.patch.object(run_program, "RecordedClock", lambda room, device: Clock()),
         mock.patch("stepgraph.lower.lowering.record_whole", partial(record_whole, gpu="cpu")),
     ):
