@@ -32,8 +32,9 @@ Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
 #: A rank starts no more. Each takes a context of its GPU while it compiles, half a GB. With four cores each they take
 #: none from the trace.
 _MOST, _CORES_OF_EACH = 4, 4
-#: Seconds for which this process waits for a piece: one that takes longer is compiled here.
-_LIMIT_S = 120
+#: Seconds for which this process waits for a piece (one that takes longer is compiled here), and for a killed helper to
+#: end: the driver can take long to free its context, and other ranks may already wait for this one in a collective.
+_LIMIT_S, _END_S = 120, 2
 
 
 class Request(NamedTuple):
@@ -92,7 +93,8 @@ class _Helper:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
 
 
 _started: list[_Helper] = []

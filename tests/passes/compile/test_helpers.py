@@ -139,6 +139,24 @@ def test_a_process_that_gives_no_answer_is_not_waited_for(script, limit, reason,
         helper.end()
 
 
+def test_a_killed_helper_that_does_not_end_holds_up_nothing(monkeypatch):
+    """A driver may take minutes to free what a process held, while other ranks wait in their first collective."""
+
+    class Held:
+        killed = False
+
+        def kill(self):
+            self.killed = True
+
+        def wait(self, timeout):
+            raise subprocess.TimeoutExpired("helper", timeout)
+
+    held = Held()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: held)
+    helpers._Helper().end()
+    assert held.killed
+
+
 @pytest.mark.parametrize("ranks, there, count", [(1, None, 4), (2, None, 4), (8, "8", 1), (8, "2", 4), (16, None, 0)])
 def test_ranks_of_a_machine_share_its_cores(ranks, there, count, monkeypatch):
     monkeypatch.setattr(helpers, "_Helper", Answering)
