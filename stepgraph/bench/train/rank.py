@@ -35,6 +35,9 @@ from stepgraph.run.watch.watch import Watch
 #: Steps after the first that are not timed: CUDA graphs are recorded by then, and clocks have settled.
 WARMUP_STEPS = 4
 
+#: Steps of which the host's time is taken.
+HOST_STEPS = 5
+
 #: Steps under the profiler, after all others.
 TRACED_STEPS = 3
 
@@ -114,10 +117,11 @@ def timed(
         watch.launches(len(marks))
     times = spans(marks)
     losses.append(training.step(read=True))
+    host = host_times(training) if device.type == "cuda" else []
     compile_s = training.compile_s
     if training.capture_s is None:
         compile_s = first_call_s - median(times) / 1e3
-    mine = {"times": times, "first": first_step_s, "mem": peak_mem_gib(device)}
+    mine = {"times": times, "first": first_step_s, "mem": peak_mem_gib(device), "host": host}
     mine["reserved"] = torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else None
     ranks = _gathered(mine)
     return {
@@ -127,11 +131,26 @@ def timed(
         "capture_s": training.capture_s,
         "passes": training.passes,
         "compile_s": compile_s,
+        "host_ms": max(median(rank["host"]) for rank in ranks) if host else None,
         "peak_mem_gib": max(rank["mem"] for rank in ranks),
         "peak_reserved_gib": max(rank["reserved"] for rank in ranks) if mine["reserved"] is not None else None,
         "losses": [finite(loss) for loss in losses],
         "steps_taken": 2 + WARMUP_STEPS + config.steps,
     }
+
+
+def host_times(training: Training) -> list[float]:
+    """Milliseconds until the call of a step returns, each from idle GPUs."""
+    spent = []
+    for _ in range(HOST_STEPS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        training.step()
+        spent.append(1e3 * (time.perf_counter() - begin))
+    torch.cuda.synchronize()
+    return spent
 
 
 def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]:

@@ -27,6 +27,8 @@ class TrainRow(ProviderRow):
     """Peak after the first step, GiB, on the rank that takes most: allocated on a GPU, resident on a CPU."""
     peak_reserved_gib: float | None = None
     """CUDA: the same of what torch's allocator held, CUDA graphs included."""
+    host_ms: float | None = None
+    """CUDA: ms until the call of a step returns, from idle GPUs: median, of the slowest rank."""
     start_s: float | None = None
     """Of it: starting the processes and importing."""
     build_s: float | None = None

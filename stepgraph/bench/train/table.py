@@ -23,6 +23,7 @@ def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
     }
     if cuda:
         columns["MFU"] = shown("mfu", ".1%")
+        columns["host ms"] = shown("host_ms", ".3g")
         columns["reserved GiB"] = shown("peak_reserved_gib", ".2f")
         columns["exposed comm."] = lambda row: f"{row.exposure['share']:.1%}" if row.exposure else ""
     notes = _notes(settings["models"][model], settings, rows)
