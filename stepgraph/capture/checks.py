@@ -16,7 +16,7 @@ from stepgraph import compat
 from stepgraph.capture.batch import has_values
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
-from stepgraph.capture.python.places import counts
+from stepgraph.capture.python.places import counts, is_under_torch
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name
@@ -264,7 +264,12 @@ def refusing_facts(
             what, fix = f"uses .{name[:4]} of a parameter", "return the loss alone, or keep what it needs in a buffer"
         elif name == "data =" and id(tensor) not in own:  # of the model's own: `refuse_data_assigned`
             what, fix = "assigns .data of a tensor", "write in place, as by .copy_(...), or give the result a name"
-        elif name in ("_version", "_base", "_is_view", "is_set_to") and storages([tensor])[0] in of_inputs:
+        elif name in ("__dict__", "__dict__ =", "__dir__"):
+            name = "dir(tensor)" if name == "__dir__" else "tensor.__dict__"
+            what, fix = f"asks for {name}", "name the attributes that it needs, as by getattr"
+        elif name == "is_set_to":
+            what, fix = "asks for .is_set_to", "pass what it is to decide in the batch"
+        elif name in ("_version", "_base", "_is_view") and storages([tensor])[0] in of_inputs:
             what, fix = f"asks for .{name} of an input of the step", "pass what it is to decide in the batch"
         elif name == "storage_offset" and storages([tensor])[0] in of_batch:
             what, fix = "asks for .storage_offset() of the batch", "give a clone(), or pass the offset in the batch"
@@ -275,7 +280,7 @@ def refusing_facts(
             f"a captured step does not follow; {fix}"
         )
 
-    return compat.facts_of_fake_tensors(ask)
+    return compat.facts_of_fake_tensors(ask, counts, is_under_torch)
 
 
 @contextlib.contextmanager

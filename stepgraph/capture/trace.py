@@ -366,7 +366,7 @@ class StepTrace:
         for i, (where, wrapping) in inputs.items():
             leaf = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
             if has_values(self.leaves[i]):
-                vars(leaf).update(attributes(self.leaves[i]))
+                compat.give_attributes(leaf, attributes(self.leaves[i]))
             leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 
@@ -400,10 +400,9 @@ class StepTrace:
         tensors = []
         for slot, (where, wrapping) in zip(self.slots, entries, strict=True):
             tensors.append(wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad))
-            held = vars(tensors[-1])
-            held.update((name, value) for name, value in vars(slot.tensor).items() if name not in held)
+            compat.give_attributes(tensors[-1], vars(slot.tensor))
             if slot.is_parameter:
-                held["_is_param"] = True  # isinstance(tensor, nn.Parameter)
+                vars(tensors[-1])["_is_param"] = True  # isinstance(tensor, nn.Parameter)
         return tensors
 
     def _forward_backward(

@@ -3,10 +3,11 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import (
@@ -91,18 +92,39 @@ def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool
         yield
 
 
+def class_in_eager(tensor: FakeTensor) -> type[torch.Tensor]:
+    """The class of the tensor that a fake one represents."""
+    return nn.Parameter if _HELD.__get__(tensor).get("_is_param") else torch.Tensor
+
+
+_HELD = vars(torch.Tensor)["__dict__"]
+
 #: What Python may ask of a tensor besides its shape and values, which a fake tensor answers by what the trace did.
-_FACTS = ("_version", "_base", "grad")
-_FACTS_CALLED = ("_is_view", "is_set_to", "storage_offset")
+_FACTS = ("_version", "_base", "grad", "__dict__")
+_FACTS_CALLED = ("_is_view", "is_set_to", "storage_offset", "__dir__")
+#: Attributes that fake tensors alone have.
+_OF_FAKE = ("constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor")
+_OF_USER = " of the user"  # where the user's attributes of these names are
+
+
+def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
+    """Give ``tensor``, which represents another one, that one's attributes, but for those that it has."""
+    held = vars(tensor)
+    for name, value in attributes.items():
+        held.setdefault(name + _OF_USER if name in _OF_FAKE and isinstance(tensor, FakeTensor) else name, value)
 
 
 @contextlib.contextmanager
-def facts_of_fake_tensors(ask: Callable[[torch.Tensor, str, str], None]) -> Iterator[None]:
+def facts_of_fake_tensors(
+    ask: Callable[[torch.Tensor, str, str], None], counts: Callable[[str], bool], is_under_torch: Callable[[str], bool]
+) -> Iterator[None]:
     """Inside, ``ask(tensor, name, file)`` is called before code in ``file`` reads a fake tensor's version, view, place
-    in its memory or gradient, and before it assigns ``.grad`` or ``.data`` (``name`` then ends in " =")."""
+    in its memory, gradient or attributes, and before it assigns ``.grad`` or ``.data`` (``name`` then ends in " =").
+    Code in files that ``counts`` finds no attributes that fake tensors alone have; code in files that are not
+    ``is_under_torch`` finds eager's ``__class__``."""
 
     def asked(name: str) -> property:
-        found = getattr(torch.Tensor, name)
+        found = _HELD if name == "__dict__" else getattr(torch.Tensor, name)
 
         def read(tensor: FakeTensor) -> Any:
             ask(tensor, name, sys._getframe(1).f_code.co_filename)
@@ -123,9 +145,29 @@ def facts_of_fake_tensors(ask: Callable[[torch.Tensor, str, str], None]) -> Iter
 
         return call
 
+    def hidden(name: str) -> property:
+        def read(tensor: FakeTensor) -> Any:
+            held, of_user = _HELD.__get__(tensor), counts(sys._getframe(1).f_code.co_filename)
+            if of_user and name + _OF_USER not in held:
+                raise AttributeError(f"'{class_in_eager(tensor).__name__}' object has no attribute '{name}'")
+            return held[name + _OF_USER * of_user]
+
+        def write(tensor: FakeTensor, value: Any) -> None:
+            _HELD.__get__(tensor)[name + _OF_USER * counts(sys._getframe(1).f_code.co_filename)] = value
+
+        return property(read, write)
+
+    def class_of(tensor: FakeTensor) -> type:
+        return FakeTensor if is_under_torch(sys._getframe(1).f_code.co_filename) else class_in_eager(tensor)
+
     facts = {name: asked(name) for name in (*_FACTS, "data")} | {name: called(name) for name in _FACTS_CALLED}
-    with replaced(FakeTensor, **facts):
+    facts |= {name: hidden(name) for name in _OF_FAKE} | {"__class__": property(class_of)}
+    bases = FakeTensor.__bases__
+    FakeTensor.__bases__ = (type(torch.Tensor)("Tensor", bases, facts),)  # a class's own __class__ cannot be set
+    try:
         yield
+    finally:
+        FakeTensor.__bases__ = bases
 
 
 def refuse_data_pointers(mode: FakeTensorMode) -> None:

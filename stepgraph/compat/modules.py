@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules import module
+from torch.utils.hooks import RemovableHandle
 
 from stepgraph.compat.replaced import replaced
 
@@ -32,5 +34,15 @@ def hooks_of_every_module() -> list[dict]:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether the user hooked code to the gradient of ``tensor``."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    """Whether the user hooked code to the gradient of ``tensor``, or to autograd's node that adds to it."""
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        return True
+    if is_fake(tensor) or not (tensor.is_leaf and tensor.requires_grad):
+        return False
+    node, first = torch.autograd.graph.get_gradient_edge(tensor).node, RemovableHandle.next_id
+    handles = [node.register_hook(lambda *_: None), node.register_prehook(lambda *_: None)]
+    hooks = sum(len(handle.hooks_dict_ref() or ()) for handle in handles)
+    for handle in handles:
+        handle.remove()
+    RemovableHandle.next_id = first  # captured steps look at it to see that nothing was hooked
+    return hooks > len(handles)

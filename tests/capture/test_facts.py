@@ -61,8 +61,11 @@ FACTS = {
     "asks for ._version of an": lambda model, x: model.linear(x) * (1 + x.detach()._version),
     "asks for ._base of an input": lambda model, x: model.linear(x) * (1.0 if x._base is None else 2.0),
     "asks for ._is_view of an input": lambda model, x: model.linear(x) * (1 + x._is_view()),
-    "asks for .is_set_to of an input": lambda model, x: model.linear(x) * (1 + x.is_set_to(model.scale)),
     "asks for .storage_offset.. of the batch": lambda model, x: model.linear(x) * (1 + x[1:].storage_offset()),
+    "asks for .is_set_to": lambda model, x: model.linear(x) * (1 + (y := x * 2).is_set_to(y)),
+    "asks for tensor.__dict__": lambda model, x: model.linear(x) * len(vars(model.linear.weight)),
+    "asks for tensor.__dict__, which": lambda model, x: model.linear(x) * len(x.__dict__),
+    "asks for dir.tensor.": lambda model, x: model.linear(x) * len(dir(x)),
     "uses .grad of a parameter": lambda model, x: model.linear(x) * (model.linear.weight.grad is None),
     "uses .grad of": drop_gradient,
     "assigns .data of a tensor": swap,
@@ -108,6 +111,34 @@ def test_types_of_tensors(check_training):
 
     check_training(Model(forward), lambda model, batch: loss_fn(model, batch["x"]), [{"x": torch.randn(3, 4)}], steps=2)
     assert "type" not in globals()
+
+
+@functools.singledispatch
+def number(value):
+    return 1
+
+
+@number.register
+def _(value: nn.Parameter):
+    return 3
+
+
+def test_attributes_of_tensors(check_training):
+    def forward(self, x):
+        w, y = self.linear.weight, self.linear(x)
+        found = [t.__class__ is torch.Tensor for t in (x, y, w.data, self.scale)]
+        found += [w.__class__ is nn.Parameter, not isinstance(x, list), isinstance(w, nn.Parameter)]
+        found += [getattr(t, name, None) is None for t in (x, w, y) for name in ("fake_mode", "real_tensor")]
+        found += [not hasattr(y, "constant"), w.kind == w.constant == "whole", not hasattr(y, "kind"), number(w) == 3]
+        y.kind = y.constant = "made"
+        assert all([*found, y.kind == "made", y.constant == "made"]), found  # in eager and in the trace
+        return y * number(w) * (2 if y.__class__ is torch.Tensor else 3)
+
+    model, x = Model(forward), torch.randn(3, 4)
+    model.linear.weight.kind = model.linear.weight.constant = "whole"
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    assert step.verify(x).bitwise
+    assert torch.Tensor in type(torch._subclasses.FakeTensor).mro(torch._subclasses.FakeTensor)[1:2]  # as before
 
 
 SHOWN = {

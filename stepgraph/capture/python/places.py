@@ -32,11 +32,16 @@ def _folder(package: str) -> str:
 _UNDER_TORCH = tuple(map(_folder, UNDER_TORCH))
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def counts(file: str) -> bool:
     """Whether a file is of none of torch, what it is made with, NumPy, Python and stepgraph: their code stays."""
-    if file.startswith((_TORCH, *_UNDER_TORCH, _OWN, _NUMPY, "<frozen")):
-        return False
-    return not is_pythons(file)
+    return not (is_under_torch(file) or is_pythons(file))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def is_under_torch(file: str) -> bool:
+    """Whether a file is of torch, what it is made with, NumPy and stepgraph."""
+    return file.startswith((_TORCH, *_UNDER_TORCH, _OWN, _NUMPY, "<frozen"))
 
 
 def is_pythons(file: str) -> bool:

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-import torch
-from torch import nn
-
 from stepgraph import compat
 from stepgraph.capture.python import parts
 from stepgraph.capture.python.places import is_of_program
@@ -22,7 +19,7 @@ def type_of(value: Any) -> type:
     """``type(value)`` as eager has it, and `TYPE` for ``type``."""
     found = type(value)
     if found is compat.FakeTensor:
-        return nn.Parameter if vars(value).get("_is_param") else torch.Tensor
+        return compat.class_in_eager(value)
     return TYPE if found is type else found
 
 

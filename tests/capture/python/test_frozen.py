@@ -297,16 +297,34 @@ def test_a_hook_that_is_removed_and_one_of_every_module(traces):
     assert len(traces) == 3
 
 
-@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_gradient_hook_since_the_capture_is_refused(method):
+def register_node_hook(weight, hook, register="register_hook"):
+    node = torch.autograd.graph.get_gradient_edge(weight).node  # lives as long as it is held
+    return node, getattr(node, register)(hook)
+
+
+def register_node_prehook(weight, hook):
+    return register_node_hook(weight, hook, "register_prehook")
+
+
+HOOKS = (
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    register_node_hook,
+    register_node_prehook,
+)
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_a_gradient_hook_since_the_capture_is_refused(register):
     model, x = Reads(), torch.randn(4, 6)
     step = stepgraph.capture(model, loss_fn, x, passes="exact")
-    getattr(model.last.weight, method)(lambda *_: None)
+    held = register(model.last.weight, lambda *_: None)
     with (
         pytest.warns(UserWarning, match=r"a gradient hook of parameter last\.weight was added"),
         pytest.raises(CaptureError, match=r"parameter last\.weight has a gradient hook"),
     ):
         step(x)
+    del held
 
 
 def test_changes_that_do_not_concern_the_step_cost_nothing(traces):
