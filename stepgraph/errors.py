@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,14 +98,16 @@ def read_json(path: Path, loads: Callable[[Any], Any] = json.loads) -> Any:
 
 
 def require_words(name: str, given: object) -> None:
-    """Raise ``ValueError`` where ``given`` is one string, whose letters would be taken for words."""
+    """Raise ``ValueError`` unless ``given`` is a collection of strings; a string's letters would be its words."""
     if isinstance(given, str):
         raise ValueError(f"{name}={given!r} is one word; allowed is a tuple of them: {name}=({given!r},)")
+    if not isinstance(given, Collection) or not all(isinstance(word, str) for word in given):
+        raise ValueError(f"{name}={given!r} is not allowed; give a tuple of words, or () for none")
 
 
-def unknown_name(kind: str, given: object, allowed: Iterable[str]) -> ValueError:
+def unknown_name(kind: str, given: object, allowed: Iterable[object]) -> ValueError:
     """A ``ValueError`` that refuses ``given`` and offers the nearest allowed name (or all of them)."""
-    allowed = sorted(allowed)
+    allowed = sorted(map(str, allowed))
     near = nearest(given, allowed) if isinstance(given, str) else None
     fix = f"did you mean {near!r}?" if near else f"choose one of {', '.join(allowed)}"
     return ValueError(f"unknown {kind} {given!r}: {fix}")

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
-from stepgraph.passes import Passes, StepOptions, Target, resolve
+from stepgraph.passes import Passes, Target, resolve
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
@@ -92,6 +92,9 @@ def capture(
     optimizer = compat.accelerated_inside(optimizer)
     checks.check_arguments(model, loss_fn, batch, optimizer)
     require_words("disable", disable)
+    for name, folder in (("dump", dump), ("saved", saved)):
+        if folder is not None and (not isinstance(folder, str | Path) or Path(folder).is_file()):
+            raise ValueError(f"{name}={folder!r} is not a folder; give the path of one, which may be new")
     skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
     spec = StepSpec(
         model,
@@ -103,7 +106,7 @@ def capture(
         accumulate=accumulate,
         skip_nonfinite=skip_nonfinite,
         placement=placement_of(model),
-        passes=passes if isinstance(passes, str | StepOptions) else tuple(passes),
+        passes=tuple(passes) if isinstance(passes, Iterable) and not isinstance(passes, str) else passes,
         disable=tuple(disable),
         replays=replay,
     )

@@ -26,7 +26,7 @@ from stepgraph.graph.step_graph import StepGraph
 
 def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
     """Raise unless the batch divides into ``accumulate`` microbatches."""
-    if not isinstance(accumulate, Integral) or accumulate < 1:
+    if not isinstance(accumulate, Integral) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r} is not allowed; it counts microbatches, a whole number from 1 on")
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] % accumulate:
@@ -151,7 +151,8 @@ def check_batch(leaves: Sequence[Any]) -> None:
 
 def check_max_norm(max_grad_norm: float | None) -> None:
     """Raise unless ``max_grad_norm`` is None or above 0."""
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, Real | torch.Tensor) and max_grad_norm > 0):
+    number = isinstance(max_grad_norm, Real | torch.Tensor) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (number and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a number above 0; give None for no clipping")
 
 

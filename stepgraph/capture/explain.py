@@ -33,7 +33,7 @@ _FIXES = (
 )
 _CHOICES = (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)
 _ANY_FIX = (
-    "if eager fails there too, the model is wrong; if not, make what torch cannot trace an operator by "
+    "run the step in eager: if it fails too, fix the model or the batch; if not, wrap what torch cannot trace in "
     "torch.library.custom_op, or compute it outside and pass it in the batch"
 )
 

@@ -31,9 +31,9 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
     """The passes to run on ``target``, in order, with what they need to know about it."""
     if isinstance(passes, StepOptions):
         found = chosen(passes)
-    elif not isinstance(passes, str):
+    elif isinstance(passes, Iterable) and not isinstance(passes, str):
         found = [p if isinstance(p, Pass) else get(p) for p in passes]
-    elif passes in NAMED:
+    elif isinstance(passes, str) and passes in NAMED:
         found = chosen(StepOptions(passes))
     else:
         raise ValueError(f"unknown passes {passes!r}; allowed: {', '.join(map(repr, NAMED))}, StepOptions or a list")

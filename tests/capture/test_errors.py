@@ -12,6 +12,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import CaptureError
+from stepgraph.options import StepOptions
 from stepgraph.passes import Pass
 from stepgraph.passes.contract import NoOptions
 
@@ -373,7 +374,27 @@ def test_unknown_passes():
     assert message == "disable='dead_code' is one word; allowed is a tuple of them: disable=('dead_code',)"
 
 
-@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1.0"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"passes": 3}, "unknown passes 3; allowed: 'exact', 'default', StepOptions or a list"),
+        ({"passes": None}, "unknown passes None; allowed: "),
+        ({"disable": 3}, "disable=3 is not allowed; give a tuple of words"),
+        ({"disable": (3,)}, "disable=(3,) is not allowed; give a tuple of words"),
+        ({"passes": StepOptions(memory=None)}, "unknown memory policy 'None'; allowed: none, full"),
+        ({"passes": StepOptions(disable_pass=None)}, "disable_pass=None is not allowed; give a tuple of words"),
+        ({"passes": StepOptions(cuda_graph="no")}, "unknown cuda_graph 'no': choose one of False, True"),
+        ({"accumulate": True}, "accumulate=True is not allowed; it counts microbatches"),
+        ({"saved": 3}, "saved=3 is not a folder"),
+        ({"saved": __file__}, "test_errors.py' is not a folder; give the path of one"),
+        ({"dump": __file__}, "test_errors.py' is not a folder; give the path of one"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_in_one_line(options, message):
+    assert message in refuse(same, error=ValueError, **options)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), "1.0", True])
 def test_a_norm_to_clip_to_is_above_zero(norm):
     assert "must be a number above 0" in refuse(lambda m, x: x, error=ValueError, max_grad_norm=norm)
 

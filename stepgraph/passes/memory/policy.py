@@ -46,7 +46,7 @@ def parse_policy(text: str) -> MemoryPolicy:
     """``none | full | selective | budget=8GiB | budget=0.5`` (a fraction below or equal to 1, GiB above) ``| peak=70GiB
     | peak=90%``, then ``MODULE=ACTION`` for each exception; separated by commas."""
     whole, modules = MemoryPolicy(), []
-    for i, part in enumerate(text.split(",")):
+    for i, part in enumerate(str(text).split(",")):
         name, _, value = part.strip().partition("=")
         if name in ("none", "full", "selective") and not value and i == 0:
             whole = MemoryPolicy(name)
