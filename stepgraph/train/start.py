@@ -180,14 +180,15 @@ def graph_line(step: CapturedStep) -> str:
 
 
 def pass_lines(config: TrainConfig, reports: Sequence[passes.PassReport], device: torch.device) -> str:
-    """How many passes changed the step, and the reports of passes that an option asked for and that had nothing to do;
-    with ``--verbose`` the whole report."""
+    """How many passes changed the step, and the reports of passes that an option asked for and that changed nothing,
+    with the reason; with ``--verbose`` the whole report."""
     if config.verbose:
         return passes.format_report(reports)
     asked = passes.asked_for(config, _preset_of(config), device.type)
     changed = sum(report.acted for report in reports)
-    idle = [r.line() for r in reports if r.name in asked and not (r.acted or r.matched)]
-    return "\n".join([f"{changed} of {len(reports)} passes changed the graph (passes.txt)", *idle])
+    idle = [r for r in reports if r.name in asked and not r.acted]
+    lines = [line for r in idle for line in (r.line(), *(f"   {note}" for note in r.notes if r.matched))]
+    return "\n".join([f"{changed} of {len(reports)} passes changed the graph (passes.txt)", *lines])
 
 
 def model_line(config: TrainConfig, params: int) -> str:

@@ -14,9 +14,11 @@ from stepgraph import cli
 from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
+from stepgraph.passes import PassReport
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import Summary
+from stepgraph.train.start import pass_lines
 from stepgraph.train.trainer import Run
 
 PROGRESS = re.compile(
@@ -33,6 +35,14 @@ def finished(trainer, tmp_path_factory):
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 0, printed
     return folder, printed
+
+
+def test_a_pass_that_was_asked_for_and_changed_nothing_is_printed_with_the_reason():
+    notes = ["left in float32: layers.0.attn.q_proj"]
+    report = PassReport("fp8_matmul", "numerics", "0 of 29 linear layers in fp8", matched=29, notes=notes)
+    config = dataclasses.replace(cli.parse_train(["llama3-debug"]), fp8="tensorwise", inductor="off")
+    printed = pass_lines(config, [report], torch.device("cpu"))
+    assert "fp8_matmul [numerics]: 0 of 29 linear layers in fp8" in printed and f"\n   {notes[0]}" in printed
 
 
 def test_what_a_run_prints_in_order(finished):
