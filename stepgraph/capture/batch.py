@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
-from stepgraph.capture.state import unwrap
+from stepgraph.capture.state import check_class, unwrap
 from stepgraph.errors import CaptureError, warn_caller
 
 #: Values that are no tensors, which are constants of the graph; NumPy's scalars are numbers.
@@ -33,6 +32,7 @@ def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             check_layout(leaf, "the batch holds")
+            check_class(leaf, "the batch holds")
         elif not isinstance(leaf, _PLAIN):
             raise CaptureError(
                 f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists and tuples; "
@@ -143,8 +143,8 @@ def form(leaf: Any) -> Any:
         (t.shape, t.dtype, t.device, t.stride(), leaf.requires_grad, leaf.is_leaf, t.is_conj(), t.is_neg())
         for t in inner
     )
-    if isinstance(leaf, nn.Parameter):
-        plain += (nn.Parameter,)
+    if wrapping is None:
+        plain += (type(leaf),)
     if wrapping is not None:
         return plain, wrapping.kind, wrapping.context, *wrapping.others.values()
     return (plain, *((name, form(value)) for name, value in attributes(leaf).items())) if vars(leaf) else plain

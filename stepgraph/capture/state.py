@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stepgraph import compat
+from stepgraph.capture.python.places import of_program
 from stepgraph.errors import CaptureError
 from stepgraph.graph.values import Buffer, ModelTensor, Parameter
 
@@ -62,12 +63,32 @@ def model_slots(model: nn.Module) -> list[Slot]:
                 slot.places.append((holder, key))
     slots = list(found.values())
     for slot in slots:
+        check_class(slot.tensor, f"{slot.name} is")
         if compat.has_gradient_hooks(slot.tensor):
             raise CaptureError(
                 f"parameter {slot.name} has a gradient hook, which a captured step would not run; "
                 "remove it, or apply its effect to the loss or as a pass"
             )
     return slots
+
+
+#: What a class has that adds nothing to that of its tensors.
+_EMPTY = {"__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__", "__annotate_func__"}
+_EMPTY |= {"__firstlineno__", "__static_attributes__", "__annotations_cache__", "__parameters__", "__orig_bases__"}
+
+
+def check_class(tensor: torch.Tensor, holds: str) -> None:
+    """Raise for a tensor of a class of the user's that adds to torch's: a trace has neither its methods nor results of
+    its class. ``holds``: how the message begins."""
+    cls = type(tensor)
+    if cls in (torch.Tensor, nn.Parameter) or compat.is_traceable_wrapper_subclass(tensor):
+        return
+    own = [base for base in cls.__mro__ if of_program(base.__module__)]
+    if own and (not issubclass(cls, nn.Parameter) or any(vars(base).keys() - _EMPTY for base in own)):
+        raise CaptureError(
+            f"{holds} a {cls.__qualname__}, whose methods and attributes a captured step does not have; make it a "
+            "plain tensor, as by .as_subclass(torch.Tensor), or a plain nn.Parameter"
+        )
 
 
 def put_back(model: nn.Module, slots: list[Slot]) -> None:

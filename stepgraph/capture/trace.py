@@ -14,7 +14,6 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture.batch import (
-    attributes,
     first_places,
     flatten_batch,
     has_values,
@@ -366,7 +365,7 @@ class StepTrace:
         for i, (where, wrapping) in inputs.items():
             leaf = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
             if has_values(self.leaves[i]):
-                compat.give_attributes(leaf, attributes(self.leaves[i]))
+                compat.represent(leaf, self.leaves[i])
             leaves[i] = torch.ones(leaf.shape, dtype=leaf.dtype, device=leaf.device) if i in self.ones else leaf
         return rebuilt(self.batch, leaves, self.spec)
 
@@ -400,7 +399,7 @@ class StepTrace:
         tensors = []
         for slot, (where, wrapping) in zip(self.slots, entries, strict=True):
             tensors.append(wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad))
-            compat.give_attributes(tensors[-1], vars(slot.tensor))
+            compat.represent(tensors[-1], slot.tensor)
             if slot.is_parameter:
                 vars(tensors[-1])["_is_param"] = True  # isinstance(tensor, nn.Parameter)
         return tensors

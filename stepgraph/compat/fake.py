@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool
 
 def class_in_eager(tensor: FakeTensor) -> type[torch.Tensor]:
     """The class of the tensor that a fake one represents."""
-    return nn.Parameter if _HELD.__get__(tensor).get("_is_param") else torch.Tensor
+    held = _HELD.__get__(tensor)
+    return held.get(_CLASS) or (nn.Parameter if held.get("_is_param") else torch.Tensor)
 
 
 _HELD = vars(torch.Tensor)["__dict__"]
@@ -104,14 +105,19 @@ _FACTS = ("_version", "_base", "grad", "__dict__")
 _FACTS_CALLED = ("_is_view", "is_set_to", "storage_offset", "__dir__")
 #: Attributes that fake tensors alone have.
 _OF_FAKE = ("constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor")
+_CLASS = " class"
 _OF_USER = " of the user"  # where the user's attributes of these names are
 
 
-def give_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
-    """Give ``tensor``, which represents another one, that one's attributes, but for those that it has."""
+def represent(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give ``tensor``, which represents ``other`` in a trace, its class and those of its attributes that it lacks."""
     held = vars(tensor)
-    for name, value in attributes.items():
+    for name, value in vars(other).items():
         held.setdefault(name + _OF_USER if name in _OF_FAKE and isinstance(tensor, FakeTensor) else name, value)
+    if isinstance(tensor, FakeTensor) and not isinstance(other, FakeTensor):
+        held[_CLASS] = type(other)
+        if isinstance(other, nn.Parameter):
+            held["_is_param"] = True  # isinstance(tensor, nn.Parameter)
 
 
 @contextlib.contextmanager
@@ -158,7 +164,10 @@ def facts_of_fake_tensors(
         return property(read, write)
 
     def class_of(tensor: FakeTensor) -> type:
-        return FakeTensor if is_under_torch(sys._getframe(1).f_code.co_filename) else class_in_eager(tensor)
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "__instancecheck__":  # torch's, of a class of parameters
+            frame = frame.f_back or frame
+        return FakeTensor if is_under_torch(frame.f_code.co_filename) else class_in_eager(tensor)
 
     facts = {name: asked(name) for name in (*_FACTS, "data")} | {name: called(name) for name in _FACTS_CALLED}
     facts |= {name: hidden(name) for name in _OF_FAKE} | {"__class__": property(class_of)}

@@ -141,6 +141,47 @@ def test_attributes_of_tensors(check_training):
     assert torch.Tensor in type(torch._subclasses.FakeTensor).mro(torch._subclasses.FakeTensor)[1:2]  # as before
 
 
+class Named(nn.Parameter):
+    pass
+
+
+class Decayed(nn.Parameter):
+    decay = 0.1
+
+
+class Twice(torch.Tensor):
+    def __matmul__(self, other):
+        return super().__matmul__(other) * 2
+
+
+def test_classes_of_tensors():
+    def forward(self, x):
+        known = isinstance(self.linear.weight, Named) + 2 * (type(self.linear.weight) is Named)
+        return self.linear(x) * (1 + known + 4 * isinstance(x, nn.Parameter))
+
+    model, x = Model(forward), torch.randn(3, 4)
+    model.linear.weight = Named(model.linear.weight.data)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    for batch in (x, nn.Parameter(x, requires_grad=False), x):
+        assert step.verify(batch).bitwise
+    with pytest.raises(CaptureError, match="the batch holds a Twice, whose methods"):
+        step(x.as_subclass(Twice))
+    model.linear.bias = Decayed(model.linear.bias.data)
+    with pytest.raises(CaptureError, match=r"linear\.bias is a Decayed, whose methods"):
+        stepgraph.capture(model, loss_fn, x)
+
+
+def test_an_attribute_of_a_parameter_that_is_added():
+    model, x = (
+        Model(lambda self, x: self.linear(x) * (2 if hasattr(self.linear.weight, "late") else 1)),
+        torch.randn(3, 4),
+    )
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    model.linear.weight.late = 1
+    with pytest.warns(UserWarning, match=r"linear\.weight\.late was added"):
+        assert step.verify(x).bitwise
+
+
 SHOWN = {
     "str": lambda x: len(str(x)),
     "format": lambda x: len(f"{x}"),

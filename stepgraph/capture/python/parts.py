@@ -16,7 +16,7 @@ from stepgraph.capture.python import values
 from stepgraph.capture.python.places import counted_module, is_of_program, of_program
 
 #: Functions that find a global or an attribute by its name in a string.
-_BY_NAME = {"getattr", "globals", "vars"}
+_BY_NAME = {"getattr", "hasattr", "globals", "vars"}
 
 
 def globals_read(code: types.CodeType) -> list[str]:
