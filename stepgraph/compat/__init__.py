@@ -44,6 +44,7 @@ from stepgraph.compat.distributed import (
     init_fake_world,
     name_group,
     process_group,
+    record_nccl_unregistered,
     reduce_scatter,
     register_work,
     several_gloo_threads,

@@ -1,6 +1,7 @@
 """Process groups, collectives, symmetric memory and the flight recorder."""
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -148,8 +149,25 @@ def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tupl
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("symmetric memory cannot be made while a CUDA graph is recorded: run the step once before")
     memory = torch._C._distributed_c10d._SymmetricMemory
-    tensor = memory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group_name)
-    return tensor, memory.rendezvous(tensor)
+    # torch 2.11 writes the ranks' addresses into memory of the current stream's pool without waiting for that stream: a
+    # kernel queued before may still write there. Nothing is queued on a stream of its own.
+    with torch.cuda.stream(_own_stream(device)):
+        tensor = memory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group_name)
+        return tensor, memory.rendezvous(tensor)
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def record_nccl_unregistered() -> None:
+    """Keep NCCL from registering the buffers of what a CUDA graph records, where memory lies in expandable segments and
+    the user has not set ``NCCL_GRAPH_REGISTER``: it takes a buffer for one allocation, such memory consists of several,
+    and replays hang. NCCL reads the variable when it records for the first time. Source: pytorch issue 158029."""
+    in_use = torch.cuda.is_initialized() and torch.distributed.is_initialized()
+    if in_use and any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot()):
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 def init_fake_world(rank: int, world: int) -> None:

@@ -1,10 +1,11 @@
 """Records a step as CUDA graphs and replays them."""
 
+import contextlib
 import functools
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +158,25 @@ def recording_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, what: Callable[[], str], **options: Any) -> Iterator[None]:
+    """Record what is launched inside into ``graph``. Raises ``RuntimeError``, naming ``what``, where that cannot be
+    recorded. ``options``: of `torch.cuda.graph`."""
+    compat.record_nccl_unregistered()
+    torch.cuda.synchronize()
+    stream = recording_stream(torch.cuda.current_device())
+    try:
+        # Other threads may continue: NCCL's watchdog asks after events of earlier collectives.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local", **options):
+            yield
+    except RuntimeError as error:
+        reason = first_of(error).splitlines()[0]
+        raise RuntimeError(
+            f"{what()} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
+        ) from error
+    memsets_to_kernels(graph)
+
+
 def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], set[str]]:
     """Run ``module`` node by node: (its results, names of the nodes that made the host wait for the GPU).
 
@@ -211,25 +231,15 @@ class _Piece:
                 )
             join_collectives(self.results, self.session)
             return self.results
-        torch.cuda.synchronize()
-        stream = recording_stream(torch.cuda.current_device())
-        try:
-            # Other threads may continue: NCCL's watchdog asks after events of earlier collectives.
-            with torch.cuda.graph(
-                self.graph, pool=shared.pool(self.graph), stream=stream, capture_error_mode="thread_local"
-            ):
-                self.results = self.run(self.args)
-                join_collectives(self.results, self.session)
-        except RuntimeError as error:
-            calls = [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
-            span = f"nodes {nodes_of(calls[0])[0]} to {nodes_of(calls[-1])[-1]}"
-            reason = first_of(error).splitlines()[0]
-            raise RuntimeError(
-                f"{span} cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
-            ) from error
-        memsets_to_kernels(self.graph)
+        with recording(self.graph, self._place, pool=shared.pool(self.graph)):
+            self.results = self.run(self.args)
+            join_collectives(self.results, self.session)
         self.graph.replay()
         return self.results
+
+    def _place(self) -> str:
+        calls = [n for n in self.module.graph.nodes if n.op in ("call_function", "call_module")]
+        return f"nodes {nodes_of(calls[0])[0]} to {nodes_of(calls[-1])[-1]}"
 
     def replay(self) -> None:
         if self.graph is not None:

@@ -13,8 +13,7 @@ import torch
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.values import BatchLeaf
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.run.cuda_graph import first_of, join_collectives, recording_stream, run_watched, spanned
-from stepgraph.run.memsets import memsets_to_kernels
+from stepgraph.run.cuda_graph import join_collectives, recording, recording_stream, run_watched, spanned
 from stepgraph.run.results import Results
 
 Tensor = torch.Tensor
@@ -90,17 +89,8 @@ class WholeStep:
         for i in self.read:  # with the strides that kernels know
             leaf = leaves[i]
             self.static[i] = spanned(leaf).clone().as_strided(leaf.shape, leaf.stride())
-        torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(keep_graph=True), recording_stream(torch.cuda.current_device())
-        try:
-            # Other threads may continue: NCCL's watchdog asks after events of earlier collectives.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.results = self.calls(self.static, None)
-                join_collectives(self.results.tensors(), self.session)
-        except RuntimeError as error:
-            reason = first_of(error).splitlines()[0]
-            raise RuntimeError(
-                f"the step cannot be recorded as a CUDA graph: {reason}; leave out the pass cuda_graph"
-            ) from error
-        memsets_to_kernels(graph)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with recording(graph, lambda: "the step"):
+            self.results = self.calls(self.static, None)
+            join_collectives(self.results.tensors(), self.session)
         self.graph = graph

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.graph.provenance import provenance
 from stepgraph.kernels.comm import exchange
@@ -252,6 +253,35 @@ def test_cuda_graphs_with_nccl_are_bitwise_eager(spec):
 @pytest.mark.parametrize("spec", ["fsdp=2", "tp=2", "fsdp=2,tp=2"])
 def test_muon_over_shards_is_bitwise_that_of_one_process(spec):
     on_gpus(spec, check_muon)
+
+
+def test_exchanges_of_muon_in_a_cuda_graph_whose_memory_is_in_expandable_segments(monkeypatch):
+    """NCCL must not register such buffers: replays would hang."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    on_gpus("fsdp=2", check_muon)
+
+
+def check_behind_pending_kernels(mesh):
+    """The addresses of symmetric memory are not written where queued kernels still write."""
+    group, device = mesh.axis("dp_shard").get_group(), torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.stream(
+        torch.cuda.Stream()
+    ):  # as where a step warms up: CUDA's own default stream would be waited for
+        for _ in range(3):
+            torch.cuda._sleep(200_000_000)
+            small = [torch.empty(2, dtype=torch.int64, device=device) for _ in range(2000)]
+            torch._foreach_zero_(small)
+            del small
+            _, memory = compat.symmetric_memory(4096, group.group_name, device)
+            torch.cuda.synchronize()
+            memory.barrier(0)
+            torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_symmetric_memory_behind_kernels_that_are_queued(expandable, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"expandable_segments:{expandable}")
+    on_gpus("fsdp=2", check_behind_pending_kernels)
 
 
 def test_a_graph_waits_for_the_collectives_that_it_began():
