@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import is_mutating, is_pointwise, is_view, packet
-from stepgraph.graph.host_copies import is_host_copy
+from stepgraph.graph.collectives import WAIT
+from stepgraph.graph.facts import is_mutating, is_pointwise, of_target, packet, returns_view
+from stepgraph.graph.host_copies import COPIES
 from stepgraph.graph.provenance import phase_of
 
 aten = torch.ops.aten
@@ -27,11 +27,12 @@ _UPDATES = (aten._fused_adam_, aten._fused_adamw_)
 
 def is_free(node: fx.Node) -> bool:
     """Whether the node runs nothing."""
-    return node.op != "call_function" or _runs_nothing(node)
+    return node.op != "call_function" or node.target is operator.getitem or _runs_nothing(node.target)
 
 
-def _runs_nothing(node: fx.Node) -> bool:
-    return node.target is operator.getitem or is_view(node) or stage_of(node) == "wait" or is_host_copy(node)
+@of_target
+def _runs_nothing(target: object) -> bool:
+    return returns_view(target) or target is WAIT or target in COPIES
 
 
 class Fusion:

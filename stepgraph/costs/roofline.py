@@ -54,13 +54,13 @@ class Roofline:
         self.moved: dict[fx.Node, int] = {}
         self.flops = 0
         kernels: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in graph.nodes:
-            if not is_free(node) and not collectives.is_nccl(node):
-                kernels[fusion.kernel(node)].append(node)
         readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if is_free(node) and node.op != "output":
+            free = is_free(node)
+            if free and node.op != "output":
                 continue
+            if not free and not collectives.is_nccl(node):
+                kernels[fusion.kernel(node)].append(node)
             for source in node.all_input_nodes:
                 readers[aliases.root(source)].append(node)
         shares = filled(graph if whole is None else whole, load)

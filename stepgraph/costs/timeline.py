@@ -109,13 +109,9 @@ def simulate(
     starts: dict[str, float] = {}
     there: dict[fx.Node, float] = {}  # when each result is
     for node in graph.nodes:
-        computing = seconds.get(node, 0.0)
+        computing, stage, start = seconds.get(node, 0.0), stage_of(node), now
         ready = max((there[source] for source in node.all_input_nodes), default=0.0)
-        start = now
-        if computing:
-            busy += computing
-            regions[region_of(node), phase_of(node)] += computing
-        if stage_of(node) == "begin":
+        if stage == "begin":
             now += computing  # casts that copies begin with
             group = links.group_name(node)
             kind, dtype, nbytes, took = links.transfer(node, groups[group].ranks, gpu, load)
@@ -136,7 +132,7 @@ def simulate(
             copy, end = copies[node.args[0]]
             copy.exposed_seconds = max(0.0, end - now)
             now = max(now, end)
-        elif stage_of(node) in ("wait", "end") and node.args[0] in running:
+        elif stage in ("wait", "end") and node.args[0] in running:
             collective, end = running[node.args[0]]
             collective.exposed_seconds = max(0.0, end - now)
             collective.waited_s, collective.wait = now, node.name
@@ -156,9 +152,11 @@ def simulate(
         else:
             now += computing
         if computing:
+            busy += computing
+            regions[region_of(node), phase_of(node)] += computing
             starts[node.name] = start
         # What costs nothing is there as soon as what it is made of.
-        there[node] = now if computing or stage_of(node) else ready
+        there[node] = now if computing or stage else ready
     moved = [copy for copy, _ in copies.values()]
     return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions), starts, moved)
 

@@ -90,7 +90,8 @@ def _writes(target: Any) -> bool:
 
 
 @of_target
-def _views(target: Any) -> bool:
+def returns_view(target: Any) -> bool:
+    """Whether the operator gives back storage of its first argument without writing to it."""
     returns = target._schema.returns if isinstance(target, OpOverload) else ()
     shares = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
     return shares or target in _HIDDEN_VIEWS
@@ -149,7 +150,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and is_view(source)
-    return _views(node.target)
+    return returns_view(node.target)
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -86,9 +86,8 @@ class StepGraph:
 
     def nodes(self, *phases: str) -> Iterator[fx.Node]:
         """Operator nodes of the given phases (all of them if none is given), in order."""
-        for node in self.graph.nodes:
-            if node.op not in ("placeholder", "get_attr", "output") and (not phases or phase_of(node) in phases):
-                yield node
+        nodes = (node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+        return (node for node in nodes if phase_of(node) in phases) if phases else nodes
 
     def count_by_phase(self) -> dict[str, int]:
         """Number of operator nodes in each phase."""

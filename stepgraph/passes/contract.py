@@ -27,6 +27,7 @@ class Pass:
         ``from_options(step_options)``: its own options for a run's `StepOptions`, None where those leave it out.
         ``for_target(options, target)``: its options, completed with what the target says.
         ``forecast``: whether a forecast runs it too; False where it decides nothing but kernels.
+        ``communicates``: whether it moves communication; its report then compares the exposed seconds before and after.
         ``prepare(target)``: called before a step for ``target`` is traced, for work that can be done at the same time.
     """
 
@@ -44,6 +45,7 @@ class Pass:
     from_options: Callable[[Any], dict[str, Any] | None] = lambda step_options: {}
     for_target: Callable[[Any, Target], Any] = lambda options, target: options
     forecast: bool = True
+    communicates: bool = False
     prepare: Callable[[Target], None] | None = None
 
     def with_options(self, **values: Any) -> "Pass":

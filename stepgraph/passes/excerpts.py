@@ -35,17 +35,15 @@ class Changes:
     def changed(self) -> bool:
         """Whether a node has come, gone, moved or changed its call since the last time."""
         nodes, calls = list(self.step.graph.nodes), self.calls
-        return nodes != self.order or any(_differs(n, *calls[n]) for n in nodes)
+        return nodes != self.order or any(map(_differs, nodes, calls.values()))
 
     def excerpts(self) -> list[Excerpt]:
         """What has changed since the last time, the most frequent form first."""
-        if not self.changed():
-            return []
         old, old_order, order = self.calls, self.order, list(self.step.graph.nodes)
         present = set(order)
         gone = [n for n in old_order if n not in present]
         new = {n: _Call(n.target, n.args, n.kwargs) for n in order if n not in old}
-        kept = {n: _Call(n.target, n.args, n.kwargs) for n in order if n in old and _differs(n, *old[n])}
+        kept = {n: _Call(n.target, n.args, n.kwargs) for n in order if n in old and _differs(n, old[n])}
         now = {**old, **new, **kept}
         self.order, self.calls = order, {n: now[n] for n in order}
         groups = _Groups([*gone, *new])
@@ -105,9 +103,9 @@ def _lines(nodes: Sequence[fx.Node], calls: dict[fx.Node, _Call]) -> list[str]:
     return lines + ([f"... {len(nodes) - _MOST_LINES} more"] if len(nodes) > _MOST_LINES else [])
 
 
-def _differs(node: fx.Node, target: Any, args: tuple, kwargs: dict) -> bool:
+def _differs(node: fx.Node, call: _Call) -> bool:
     """Whether ``node`` calls something else than it did; an equal call in other objects is the same."""
-    now, named = node.args, node.kwargs
+    (target, args, kwargs), now, named = call, node.args, node.kwargs
     return target is not node.target or (args is not now and args != now) or (kwargs is not named and kwargs != named)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from stepgraph import compat
+from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.errors import TraceError, first_line
 from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import StepGraph
@@ -124,10 +125,10 @@ def run_passes(
         dump.mkdir(parents=True, exist_ok=True)
         if not step.log:
             (dump / "00-captured.txt").write_text(step.text())
-    values, changes = RecordedValues(step), Changes(step)
+    values, changes, communication = RecordedValues(step), Changes(step), None
     with compat.collector_off():
         for i, (p, report) in enumerate(zip(found, reports, strict=True), 1 + len(step.log)):
-            _run(p, step, report, changes)
+            communication = _run(p, step, report, changes, communication)
             if report.skipped is None:
                 values.check(p.name)
             if dump is not None:
@@ -138,23 +139,32 @@ def run_passes(
     return list(step.log)
 
 
-def _run(p: Pass, step: StepGraph, report: PassReport, changes: Changes) -> None:
-    """Apply one pass, unless there is a reason to skip it, and add its report to the step's."""
-    report.nodes_before = sum(1 for _ in step.nodes())
+def _run(
+    p: Pass, step: StepGraph, report: PassReport, changes: Changes, communication: tuple[float, float] | None
+) -> tuple[float, float] | None:
+    """Apply one pass, unless there is a reason to skip it, and add its report to the step's. ``communication``: what
+    `exposed` gives of the graph as it is, None if that is not known; likewise what is returned."""
+    report.nodes_before = len(list(step.nodes()))
     changed = False
     if report.skipped is None:
         log.info("pass %s", p.name)
         start = time.perf_counter()
         with _explained(p):
+            if p.communicates and communication is None:
+                communication = exposed(step.graph)
             p.apply(step, p.options, report)
             if changed := changes.changed():
                 step.graph.lint()
+                before, communication = communication, exposed(step.graph) if p.communicates else None
+                if before and communication:
+                    report.notes.append(exposed_text(before, communication))
         report.apply_s = time.perf_counter() - start - report.compile_s
         report.excerpts = changes.excerpts() if changed else []
     if report.skipped is None:  # a pass may find out itself that it cannot run
         report.terminal = p.terminal
-    report.nodes_after = sum(1 for _ in step.nodes()) if changed else report.nodes_before
+    report.nodes_after = len(list(step.nodes())) if changed else report.nodes_before
     step.log.append(report)
+    return communication
 
 
 @contextlib.contextmanager

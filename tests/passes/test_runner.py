@@ -314,3 +314,20 @@ def test_dump_writes_the_graph_before_and_after_each_pass(tools, tmp_path):
     assert len(set(texts)) == len(texts)
     assert "aten.div_" in texts[-1] and "aten.div_" not in texts[-2]
     assert texts[-1] == step.graph.text()
+
+
+def test_exposed_communication_is_forecast_once_for_each_graph_between_passes_that_move_it(step, monkeypatch):
+    def count_up(step, options, report):
+        next(n for n in step.nodes() if n.target is aten.mul.Tensor).update_arg(1, count_up.by)
+        count_up.by += 1
+
+    count_up.by = 3
+    forecasts = iter([(1.0, 9.0), (2.0, 9.0), (3.0, 9.0), (4.0, 9.0), (5.0, 9.0)])
+    monkeypatch.setattr("stepgraph.passes.runner.exposed", lambda graph: next(forecasts))
+    idle, moves = make("idle", communicates=True), dict(apply=count_up, communicates=True)
+    reports = run_passes(
+        step, [make("a", **moves), idle, make("b", **moves), make("other", count_up), make("c", **moves)]
+    )
+    seconds = [re.findall(r"(\d+)\.00 ms of", note) for report in reports for note in report.notes]
+    assert seconds == [["1000", "2000"], ["2000", "3000"], ["4000", "5000"]]
+    assert [report.name for report in reports if report.notes] == ["a", "b", "c"]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from stepgraph.costs.timeline import exposed, exposed_text, joining_saves
+from stepgraph.costs.timeline import joining_saves
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
@@ -51,12 +51,12 @@ class AsyncTensorParallelOptions:
     "numerics",
     options=AsyncTensorParallelOptions(),
     needs_process_group=True,
+    communicates=True,
     from_options=lambda options: {} if options.async_tp else None,
     for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
 )
 def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, report: PassReport) -> None:
     """Multiply chunks of the sequence while other chunks are gathered or reduced."""
-    before = exposed(step.graph)
     joined: dict[str, list[float]] = {}
     left: Counter[str] = Counter()
     aliases = Aliases(step.graph)
@@ -81,8 +81,6 @@ def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, 
     for kind, sizes in joined.items():
         report.notes.append(f"{kind}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
-    if report.changed:
-        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _flat_views(node: fx.Node) -> list[fx.Node]:

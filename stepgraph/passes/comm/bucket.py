@@ -19,7 +19,6 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
 from stepgraph.graph.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, Collective, by_region, group_size
 from stepgraph.graph.edit import Builder, erase_unread
@@ -32,7 +31,13 @@ from stepgraph.passes.contract import PassReport, register
 aten = torch.ops.aten
 
 
-@register("bucket_collectives", "exact", after=("dedupe_unshards", "reshard_after_forward"), needs_process_group=True)
+@register(
+    "bucket_collectives",
+    "exact",
+    after=("dedupe_unshards", "reshard_after_forward"),
+    needs_process_group=True,
+    communicates=True,
+)
 def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> None:
     """One flat all-gather, reduce-scatter or all-reduce for each region of the model."""
     found = _bucket(step, report, lambda c: not _reorders_sums(c))
@@ -46,7 +51,7 @@ def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> 
         report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one region")
 
 
-@register("bucket_all_reduces", "numerics", needs_process_group=True)
+@register("bucket_all_reduces", "numerics", needs_process_group=True, communicates=True)
 def bucket_all_reduces(step: StepGraph, options: object, report: PassReport) -> None:
     """One flat all-reduce for each region of the model where more than two ranks share a sum."""
     _bucket(step, report, _reorders_sums)
@@ -63,7 +68,6 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
     report.matched = sum(map(wanted, [*gathers, *reductions]))
     if not report.matched:
         return [*gathers, *reductions]
-    before = exposed(step.graph)
     counts: dict[str, list[int]] = defaultdict(list)
     # Gradients are finished after the last reduction of their region, where the bucket will be.
     sink(step, reductions, distance=0)
@@ -81,8 +85,6 @@ def _bucket(step: StepGraph, report: PassReport, wanted: Callable[[Collective], 
             f"{name.partition('::')[2]}: {len(sizes)} buckets, {sum(sizes) / 2**20:.1f} MiB of results, "
             f"the largest {max(sizes) / 2**20:.1f}"
         )
-    if report.changed:
-        report.notes.append(exposed_text(before, exposed(step.graph)))
     return [*gathers, *reductions]
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, spans_machines
@@ -45,6 +44,7 @@ class CopyEnginesOptions:
     options=CopyEnginesOptions(),
     after=("bucket_collectives", "bucket_all_reduces", "overlap"),
     needs_process_group=True,
+    communicates=True,
     from_options=lambda options: {} if options.copy_engines else None,
     for_target=lambda own, target: replace(own, ranks_per_machine=own.ranks_per_machine or target.ranks_per_machine),
 )
@@ -52,7 +52,6 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
     """Move parameters and gradients during compute without taking multiprocessors from it."""
     found = [c for c in collectives.gathers(step) + collectives.reductions(step) if c.node.target in _REPLACE]
     report.matched = len(found)
-    before = exposed(step.graph)
     left: Counter[str] = Counter()
     # On two H200s llama3-1b with Muon, whose exchanges are such collectives, hung in its second step.
     has_all_to_all = any(n.target is collectives.ALL_TO_ALL for n in step.graph.nodes)
@@ -92,8 +91,6 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
     if moved:
         report.notes.append(f"{moved} gathers begin after the next product that is in a pipeline with a collective")
     report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
-    if report.changed:
-        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _unfit(node: fx.Node) -> str | None:

@@ -23,7 +23,6 @@ from torch import fx
 from stepgraph.costs import links
 from stepgraph.costs.fp8 import cast_seconds
 from stepgraph.costs.hardware import ASSUMED, LAUNCH_S
-from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph.collectives import ALL_GATHER, bytes_sent
 from stepgraph.graph.edit import Builder
 from stepgraph.graph.facts import tensor_bytes
@@ -51,11 +50,11 @@ class GatherActivationsFp8Options:
     options=GatherActivationsFp8Options(),
     after=("fp8_matmul",),
     needs_process_group=True,
+    communicates=True,
     from_options=lambda options: {} if options.fp8 == "tensorwise" else None,
 )
 def gather_activations_fp8(step: StepGraph, options: GatherActivationsFp8Options, report: PassReport) -> None:
     """Gather activations, and gradients of them, as the fp8 that products read."""
-    before = exposed(step.graph)
     left: Counter[str] = Counter()
     spared = 0.0
     for gather in step.graph.find_nodes(op="call_function", target=ALL_GATHER):
@@ -77,8 +76,6 @@ def gather_activations_fp8(step: StepGraph, options: GatherActivationsFp8Options
         f"less; {report.changed} collectives for their scales"
     )
     report.notes += [f"left in bf16, {why}: {count}" for why, count in left.items()]
-    if report.changed:
-        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _cast_of(gather: fx.Node) -> tuple[fx.Node, list[fx.Node]] | tuple[None, None]:

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph.collectives import ALL_GATHER, ALL_REDUCE, WAIT, Collective, gathers
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_pure, upstream
@@ -46,11 +45,11 @@ class _Weight(NamedTuple):
     "numerics",
     after=("dedupe_unshards", "fp8_matmul"),
     needs_process_group=True,
+    communicates=True,
     from_options=lambda options: {} if options.fp8 == "tensorwise" else None,
 )
 def gather_fp8(step: StepGraph, options: object, report: PassReport) -> None:
     """Gather weights as the fp8 that products read, with the scales of all in one collective."""
-    before = exposed(step.graph)
     by_group: dict[str, list[_Weight]] = defaultdict(list)
     found = gathers(step)
     for gather in found:
@@ -70,8 +69,6 @@ def gather_fp8(step: StepGraph, options: object, report: PassReport) -> None:
     )
     if report.changed < report.matched:
         report.notes.append(f"{report.matched - report.changed} are padded, not split by rows, or read in bf16")
-    if report.changed:
-        report.notes.append(exposed_text(before, exposed(step.graph)))
 
 
 def _match(gather: Collective) -> _Weight | None:

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from stepgraph.costs.memory import estimate_memory
-from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import WAIT, Collective, by_region
@@ -46,10 +45,11 @@ class OverlapOptions:
     options=OverlapOptions(),
     after=("bucket_collectives", "bucket_all_reduces"),
     needs_process_group=True,
+    communicates=True,
 )
 def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
     """Start gathers some regions early and wait for reductions some regions late."""
-    before, peak = exposed(step.graph), estimate_memory(step.graph).peak
+    peak = estimate_memory(step.graph).peak
     gathers, reductions = collectives.gathers(step), collectives.reductions(step)
     report.matched = len(gathers) + len(reductions)
     if not report.matched:
@@ -65,7 +65,6 @@ def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> Non
         f"reductions by {_regions(options.delay)}"
     )
     after = estimate_memory(step.graph).peak
-    report.notes.append(exposed_text(before, exposed(step.graph)))
     report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
 
 
