@@ -45,7 +45,7 @@ def region(name: str) -> contextlib.AbstractContextManager:
     ``name``: letters, digits, ``_``, ``-`` and ``.``. Raises ``ValueError`` for any other.
     """
     if not isinstance(name, str) or not name.replace("_", "a").replace("-", "a").replace(".", "a").isalnum():
-        raise ValueError(f"region {name!r} is no name: use letters, digits, '_', '-' and '.', as in region('dispatch')")
+        raise ValueError(f"region {name!r} is not a name: use letters, digits and '_-.', as in region('dispatch')")
     if torch.compiler.is_dynamo_compiling():
         # Dynamo carries torch's own context managers over a break of the graph, and gives up on a frame with others.
         return contextlib.nullcontext()

@@ -84,7 +84,7 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
         ("--config --steps 3", "--config: expected one argument"),
         ("--resume --steps 3", "--resume: expected one argument"),
         ("--max-grad-norm none", "--max-grad-norm: 'none' is not one of a number, None"),
-        ("--expert-chunks 2", "expert_chunks=2 is about ep and there is none: add ep=2 to the mesh"),
+        ("--expert-chunks 2", "expert_chunks=2 needs expert parallelism: add ep=2 to the mesh"),
         ("--steps 1.5", "--steps: '1.5' is not a whole number"),
         ("--schedule cosin", "--schedule: 'cosin' is not one of cosine, wsd, constant"),
         ("--batch_sise=3", "did you mean --batch-size?"),

@@ -123,7 +123,7 @@ def check_modules(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"module {path or 'model'} is a scripted or traced module ({type(module).__name__}), whose tensors and "
-                "code are out of sight; capture the module that torch.jit was given"
+                "code cannot be traced; capture the module that torch.jit was given"
             )
 
 
@@ -144,8 +144,8 @@ def check_batch(leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
             raise CaptureError(
-                f"the batch holds a tensor of shape {list(leaf.shape)} computed from what requires a gradient, where a "
-                "captured step's backward ends; compute it inside loss_fn from the model, or give detach() of it"
+                f"the batch holds a tensor of shape {list(leaf.shape)} computed from a tensor that requires a "
+                "gradient, and backward ends at the batch; compute it inside loss_fn, or give detach() of it"
             )
 
 
@@ -180,7 +180,7 @@ def check_loss(loss: Any) -> None:
             f"loss_fn returned a {type(loss).__name__}; return a plain tensor, such as loss.full_tensor()"
         )
     if loss.grad_fn is None and loss.requires_grad:
-        raise CaptureError("the loss is itself a parameter; return what is computed from it, such as parameter * 1.0")
+        raise CaptureError("the loss is itself a parameter; return a value computed from it, such as parameter * 1.0")
     if loss.grad_fn is None:
         raise CaptureError("the loss depends on no parameter that requires a gradient; check requires_grad and no_grad")
 
@@ -211,7 +211,7 @@ def refuse_metrics_of_stages(reported: Iterator[str], staged: bool) -> None:
     """Raise for metrics of a model that is cut into the stages of a pipeline."""
     if staged and (name := next(reported, "")):
         raise CaptureError(
-            f"{name} is reported in a pipeline, whose ranks have parts of the model each; "
+            f"{name} is reported in a pipeline, where each rank has a part of the model; "
             "report it from end_of_step, or train without pp"
         )
 
@@ -231,7 +231,7 @@ def refuse_replaced(before: Mapping[str, nn.Module], model: nn.Module) -> None:
     for path in sorted(before.keys() | now.keys()):
         if before.get(path) is not now.get(path):
             raise CaptureError(
-                f"forward replaces module {compat.uncompiled_path(path)}; a captured step has the modules of before, "
+                f"forward replaces module {compat.uncompiled_path(path)}; a captured step keeps the original modules; "
                 "run the model once before the capture"
             )
 
@@ -241,8 +241,8 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
     for slot, now, was in zip(slots, storages(tensors), before, strict=True):
         if now != was:
             raise CaptureError(
-                f"forward assigns {slot.name}.data, and a captured step keeps its state where it lies; write in place, "
-                "as by .data.copy_(...)"
+                f"forward assigns {slot.name}.data, and a captured step keeps its state in the same memory; write in "
+                "place, as by .data.copy_(...)"
             )
 
 
@@ -386,7 +386,7 @@ def refusing_kept(kept: str) -> Iterator[None]:
             raise
         raise CaptureError(
             f"forward keeps tensors of the step in {kept}, and its next call reads one, which a captured step cannot "
-            "do; register it as a buffer with a first value, or run the model once before if it is made but once"
+            "do; register it as a buffer with a first value, or run the model once before if it is made only once"
         ) from error
 
 

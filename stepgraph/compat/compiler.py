@@ -55,7 +55,7 @@ def inductor_compile(
             raise
         tried = " and ".join(name for name in config.cpp.cxx if name)
         raise ValueError(
-            f"Inductor finds no C++ compiler (it tried {tried}): install one, g++ for example, or do without Inductor, "
+            f"Inductor finds no C++ compiler (it tried {tried}): install one, g++ for example, or turn Inductor off, "
             "by --inductor off or passes='exact'"
         ) from None
     # The function that takes a list is wrapped twice: to take arguments one by one, and to keep Dynamo out.

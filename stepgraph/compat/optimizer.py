@@ -45,7 +45,7 @@ def accelerated_inside(optimizer: Any) -> Any:
     if optimizer.scaler is not None:
         raise ValueError(
             "the optimizer that accelerate prepared is stepped by a GradScaler (mixed_precision='fp16'), which a "
-            "captured step has not; use mixed_precision='bf16'"
+            "captured step does not have; use mixed_precision='bf16'"
         )
     return optimizer.optimizer
 

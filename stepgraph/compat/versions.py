@@ -13,7 +13,7 @@ def minor_version(version: str) -> tuple[int, int]:
     """(2, 15) for ``"2.15.0+cu130"``, ``"2.15.0a0+git12ab"`` or ``"2.15"``. Raises ``ValueError`` for other text."""
     match = re.match(r"(\d+)\.(\d+)(?![^.+a-z])", version)
     if match is None:
-        raise ValueError(f"{version!r} is no version of torch: it has to begin with two numbers, like 2.15.0")
+        raise ValueError(f"{version!r} is not a version of torch: it has to begin with two numbers, like 2.15.0")
     return int(match[1]), int(match[2])
 
 

@@ -114,10 +114,10 @@ class TrainConfig(
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), (str(value) for value in allowed if value is not None))
         if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
-            raise ValueError("document_mask=on needs model.attention=sdpa, and it is flex: drop one (or say off)")
+            raise ValueError("document_mask=on needs model.attention=sdpa, not flex: drop one of them")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
-                             f"{self.checkpoint_every}, of whose steps there are checkpoints")  # fmt: skip
+                             f"{self.checkpoint_every}, the steps that have checkpoints")  # fmt: skip
         if self.epochs is None:
             self.validate_length()
         else:
@@ -162,7 +162,7 @@ class TrainConfig(
             return
         if (spec := self.mesh_spec) is not None and any(getattr(spec, axis) > 1 for axis in ("tp", "pp", "cp", "ep")):
             raise ValueError(
-                f"loss=dpo trains over ddp, fsdp and hsdp and mesh={self.mesh} asks for more: drop the rest"
+                f"loss=dpo trains over ddp, fsdp and hsdp, and not over the other axes of mesh={self.mesh}: drop them"
             )
         if self.document_mask == "off":
             raise ValueError("loss=dpo packs both answers into a row, apart, and document_mask=off lets them see each "
@@ -237,7 +237,7 @@ class TrainConfig(
             raise ValueError(f"quantize={self.quantize} is for frozen weights, and all are trained: add --lora r=16")
         if self.document_mask == "on" and not takes_positions(folder):
             raise ValueError(f"document_mask=on keeps documents apart by positions, which the model of {folder} does "
-                             "not take: say --document-mask off")  # fmt: skip
+                             "not take: give --document-mask off")  # fmt: skip
 
     @property
     def decay_steps(self) -> int:
@@ -290,14 +290,14 @@ def parse_steps(text: str) -> tuple[int, int]:
     first, end = map(int, found.groups()) if found else (0, 0)
     if not PLAIN_STEP < first < end:
         least = PLAIN_STEP + 1
-        raise ValueError(f"profile={text} is no range of steps from {least} on: write 10:13 for 10, 11 and 12")
+        raise ValueError(f"profile={text} is not a range of steps from {least} on: write 10:13 for 10, 11 and 12")
     return first, end
 
 
 #: What options are about, and how a run gets it.
-_STAGES = "stages and there are none: add pp=2 to --mesh"
-_EXPERTS = "ep and there is none: add ep=2 to the mesh"
-_RANKS = "ranks and there is no mesh: add --mesh"
+_STAGES = "pipeline stages: add pp=2 to --mesh"
+_EXPERTS = "expert parallelism: add ep=2 to the mesh"
+_RANKS = "a mesh: add --mesh"
 
 
 def _check_mesh(config: TrainConfig) -> None:
@@ -306,7 +306,7 @@ def _check_mesh(config: TrainConfig) -> None:
         raise ValueError(f"nproc={config.nproc} must be above 0")
     if config.max_restarts and config.nproc is None:
         raise ValueError(
-            f"max_restarts={config.max_restarts} is about the ranks of --nproc: add --nproc, or give it to torchrun"
+            f"max_restarts={config.max_restarts} restarts the ranks of --nproc: add --nproc, or give it to torchrun"
         )
     spec = config.mesh_spec
     idle = {  # option -> (its value that asks for nothing, whether there is what it is about, that and the fix)
@@ -314,16 +314,16 @@ def _check_mesh(config: TrainConfig) -> None:
         "stage_sends": ("point-to-point", spec and spec.pp > 1, _STAGES),
         "expert_chunks": (1, spec and spec.ep > 1, _EXPERTS),
         "expert_exchange": ("collectives", spec and spec.ep > 1, _EXPERTS),
-        "context": ("auto", spec and spec.cp > 1, "shared sequences and there are none: add cp=2 to the mesh"),
+        "context": ("auto", spec and spec.cp > 1, "context parallelism: add cp=2 to the mesh"),
         "reshard": ("auto", spec, _RANKS),
         "reduce_dtype": ("fp32", spec, _RANKS),
     }
     for name, (plain, there, about) in idle.items():
         if getattr(config, name) != plain and not there:
-            raise ValueError(f"{name}={getattr(config, name)} is about {about}")
+            raise ValueError(f"{name}={getattr(config, name)} needs {about}, or leave it out")
     if spec is None:
         if config.nproc not in (None, 1):
-            raise ValueError(f"nproc={config.nproc} has no mesh to work on: add --mesh fsdp={config.nproc}")
+            raise ValueError(f"nproc={config.nproc} has no mesh: add --mesh fsdp={config.nproc}")
         return
     if config.nproc is not None:
         spec.check_world(config.nproc)
@@ -362,7 +362,7 @@ def _check_context(config: TrainConfig, spec: MeshSpec) -> None:
         whole |= {} if spec.cp % (kv_heads // spec.tp) == 0 else {"n_kv_heads": kv_heads}
         spec.check_divides({f"{n} / tp" if spec.tp > 1 else n: size // spec.tp for n, size in whole.items()}, "cp")
     if spec.pp > 1:
-        raise ValueError(f"mesh {spec} has stages and shares sequences, which are not tested together: drop pp or cp")
+        raise ValueError(f"mesh {spec} has stages and shares sequences, which is not tested: drop pp or cp")
 
 
 def _check_pipeline(config: TrainConfig, spec: MeshSpec) -> None:

@@ -186,7 +186,7 @@ def attend_within_documents(model: nn.Module) -> None:
 
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
-        raise ValueError(f"{type(model).__name__} is no model of transformers: call attend_documents in your model")
+        raise ValueError(f"{type(model).__name__} is not a model of transformers: call attend_documents in your model")
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     before = inner.config._attn_implementation

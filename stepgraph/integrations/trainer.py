@@ -95,7 +95,7 @@ class GraphTrainer(Trainer):
         """Raise for options of ``Trainer`` that a captured step cannot serve."""
         args = self.args
         if args.fp16:
-            raise ValueError("fp16=True scales losses by a GradScaler, which a captured step has not; use bf16=True")
+            raise ValueError("fp16=True scales losses by a GradScaler, which a captured step lacks; use bf16=True")
         if args.torch_compile:
             raise ValueError("torch_compile=True, but the captured step is compiled already; drop torch_compile")
         if args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.DISTRIBUTED):
@@ -138,7 +138,7 @@ class GraphTrainer(Trainer):
         for name, reads in found.items():
             if reads:
                 raise ValueError(
-                    f"{name} computes a loss from the logits of whole sequences, of which a rank of cp has a part; "
+                    f"{name} computes a loss from the logits of whole sequences, and a rank of cp has only a part; "
                     "drop it for the model's own loss, or drop cp"
                 )
 

@@ -22,7 +22,7 @@ def family_of(config: Any) -> Family:
         if type(config) is family.config:
             return family
     known = ", ".join(family.config.__name__ for family in FAMILIES)
-    raise ValueError(f"{type(config).__name__} is no model's configuration: give one of {known}")
+    raise ValueError(f"{type(config).__name__} is not the configuration of a model: give one of {known}")
 
 
 def family_named(name: str) -> Family:

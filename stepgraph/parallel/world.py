@@ -187,13 +187,13 @@ def started(spec: MeshSpec | None, device_type: str, timeout_s: float = _STORE_T
     world = world_size()
     if spec is None:
         if world > 1:
-            raise ValueError(f"this is one of {world} processes and no mesh says what for: add --mesh fsdp={world}")
+            raise ValueError(f"this is one of {world} processes and there is no mesh: add --mesh fsdp={world}")
         yield None
         return
     if world == 1 and spec.size > 1:
         raise ValueError(
-            f"mesh {spec} has {spec.size} ranks and this process is alone: add --nproc {spec.size}, or start it with "
-            f"torchrun --nproc-per-node {spec.size} -m stepgraph"
+            f"mesh {spec} has {spec.size} ranks and this process is alone: start {spec.size} with torchrun "
+            f"--nproc-per-node {spec.size}, or give stepgraph train --nproc {spec.size}"
         )
     spec.check_world(world)
     backend = "gloo"

@@ -43,9 +43,9 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
     if options.norm == "inductor" and options.inductor == "off":
         raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")
     if options.async_tp and tp == 1:
-        raise ValueError("async_tp overlaps tensor parallelism and there is none: add tp=2 to the mesh")
+        raise ValueError("async_tp needs tensor parallelism: add tp=2 to the mesh")
     if options.copy_engines and dp_shard == 1:
-        raise ValueError("copy_engines serves FSDP and nothing is sharded: add fsdp=2 to the mesh")
+        raise ValueError("copy_engines needs FSDP: add fsdp=2 to the mesh")
     if options.fp8 != "off" and options.passes == "exact":
         raise ValueError(f"fp8={options.fp8} rounds to fp8, which passes=exact forbids: drop one of them")
     if options.tiles not in ("auto", 1) and options.passes == "exact":
@@ -53,9 +53,9 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
             f"tiles={options.tiles} sums over tokens in parts, which passes=exact forbids: drop one of them"
         )
     if options.fp8_skip and options.fp8 == "off":
-        raise ValueError("fp8_skip leaves layers out of fp8 and fp8=off: add fp8=tensorwise or rowwise, or drop it")
+        raise ValueError("fp8_skip needs fp8, and fp8=off: add fp8=tensorwise or rowwise, or drop it")
     if options.fp8_experts and options.fp8 == "off":
-        raise ValueError("fp8_experts is about fp8 and fp8=off: add fp8=rowwise or tensorwise, or drop it")
+        raise ValueError("fp8_experts needs fp8, and fp8=off: add fp8=rowwise or tensorwise, or drop it")
     for name in ("async_tp", "copy_engines"):
         if getattr(options, name) and options.passes == "exact":
             raise ValueError(f"{name} sums in another order, which passes=exact forbids: drop one of them")

@@ -60,7 +60,7 @@ class Samples:
     def __init__(self, config: TrainConfig, chat: bool, model: nn.Module, ranks: Ranks):
         self._config, self._model, self._ranks = config, model, ranks
         if not config.sample_every and config.sample_prompt:
-            raise ValueError("sample_prompt is about samples and there are none: add --sample-every")
+            raise ValueError("sample_prompt needs samples: add --sample-every")
         if config.sample_every:
             _check_every(config.sample_every, config.val_every)
             if (spec := config.mesh_spec) and spec.cp * spec.tp * spec.pp * spec.ep > 1:

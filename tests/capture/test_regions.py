@@ -161,5 +161,5 @@ def test_names_open_outside_the_capture_do_not_count():
 
 @pytest.mark.parametrize("name", ["", "moe/dispatch", "two words", None, 3, "[x]"])
 def test_bad_names_are_refused(name):
-    with pytest.raises(ValueError, match=r"^region .* is no name: use letters, digits, '_', '-' and '.', as in region"):
+    with pytest.raises(ValueError, match=r"^region .* is not a name: use letters, digits and '_-.', as in region"):
         region(name)

@@ -22,7 +22,7 @@ def test_minor_version_of_any_build(major, minor, suffix):
 
 @pytest.mark.parametrize("text", ["", "2", "two", "v2.15", "2.x", "Unknown"])
 def test_no_version(text):
-    with pytest.raises(ValueError, match="is no version of torch"):
+    with pytest.raises(ValueError, match="is not a version of torch"):
         versions.minor_version(text)
 
 

@@ -34,7 +34,9 @@ def _check():
         stepgraph.capture(model, lambda *given: loss_fn(*given).float(), torch.randn(3, 4).bfloat16(),
                           torch.optim.Muon(model.parameters(), nesterov=False), passes="exact")  # fmt: skip
     model.weight = nn.Parameter(distribute_tensor(torch.randn(5, 4), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"equal shards.*shape \[5, 4\] lies as S\(0\) over 2 ranks; use stepgraph"):
+    with pytest.raises(
+        ValueError, match=r"equal shards.*shape \[5, 4\] is placed as S\(0\) over 2 ranks; use stepgraph"
+    ):
         stepgraph.capture(model, loss_fn, torch.randn(3, 5), torch.optim.Muon(model.parameters()), passes="exact")
     model.weight = nn.Parameter(distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]))
     for kind in (torch.optim.RMSprop, torch.optim.NAdam, own_optimizers.Lion, own_optimizers.Momentum):

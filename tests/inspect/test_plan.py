@@ -237,7 +237,7 @@ def test_the_command(tmp_path, capsys):
     [
         ("", "plan takes its preset first: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100"),
         ("llama3-8c --mesh fsdp=2", "unknown preset 'llama3-8c': did you mean 'llama3-8b'?"),
-        ("llama3-8b", "plan lacks its mesh: add --mesh fsdp=8, for example"),
+        ("llama3-8b", "plan needs a mesh: add --mesh fsdp=8, for example"),
         ("llama3-8b --mesh fsdp=2 --gpu a100", "--gpu: 'a100' is not one of h100, h200, b200"),
         ("llama3-8b --mesh fsdp=2 --json no/x.json", "json=no/x.json: the folder no does not exist; make it first"),
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),

@@ -147,16 +147,16 @@ def test_the_page_of_a_stage_costs_what_the_forecast_does():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--mesh fsdp=8 --imbalance 2", "imbalance=2 is about ranks that share experts: add ep=2 to the mesh fsdp=8"),
+        ("--mesh fsdp=8 --imbalance 2", "imbalance=2 needs experts spread over ranks: add ep=2 to the mesh fsdp=8"),
         ("--mesh fsdp=8,ep=4 --imbalance 0.5", "give 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=4 --imbalance 5", "give 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),
-        ("--mesh fsdp=8 --expert-chunks auto", "expert_chunks=auto is about ep and there is none"),
+        ("--mesh fsdp=8 --expert-chunks auto", "expert_chunks=auto needs expert parallelism"),
         ("--mesh fsdp=8,ep=2 --expert-chunks 0", "expert_chunks=0 must be above 0, or auto"),
-        ("--mesh fsdp=8 --expert-chunks 2", "expert_chunks=2 is about ep and there is none"),
-        ("--mesh fsdp=8 --expert-exchange symmetric", "expert_exchange=symmetric is about ep and there is none"),
+        ("--mesh fsdp=8 --expert-chunks 2", "expert_chunks=2 needs expert parallelism"),
+        ("--mesh fsdp=8 --expert-exchange symmetric", "expert_exchange=symmetric needs expert parallelism"),
         ("--mesh fsdp=16,ep=16 --expert-exchange symmetric", "works within a machine, of 8 GPUs, and ep=16 needs"),
-        ("--mesh pp=2,fsdp=2 --accumulate 2 --imbalance 2", "imbalance=2 is about ranks that share experts"),
+        ("--mesh pp=2,fsdp=2 --accumulate 2 --imbalance 2", "imbalance=2 needs experts spread over ranks"),
         ("--mesh pp=2,fsdp=2,ep=2 --accumulate 2 --imbalance 3", "give 1 to 2, which is every row on one rank"),
     ],
 )

@@ -109,5 +109,7 @@ def test_every_family_is_found_by_its_name_and_its_configuration():
         assert isinstance(family, Family) and family_named(family.name) is family
         assert set(family.tp_sizes) <= {*family.config.__dataclass_fields__}
     assert family_of(GolfConfig()).name == "golf"
-    with pytest.raises(ValueError, match=r"dict is no model's configuration: give one of Llama3Config, GolfConfig"):
+    with pytest.raises(
+        ValueError, match=r"dict is not the configuration of a model: give one of Llama3Config, GolfConfig"
+    ):
         family_of({})

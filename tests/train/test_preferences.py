@@ -204,7 +204,7 @@ def test_an_adapter_needs_no_other_model(folder, capsys):
         (["--loss", "cross-entropy", "--reference", None], "beta=0.3 changes nothing: add --loss dpo"),
         (["--beta", 0], "beta=0.0 must be above 0"),
         (["--label-smoothing", 0.5], "label_smoothing=0.5 must be in [0, 0.5)"),
-        (["--mesh", "tp=2"], "loss=dpo trains over ddp, fsdp and hsdp and mesh=tp=2 asks for more"),
+        (["--mesh", "tp=2"], "loss=dpo trains over ddp, fsdp and hsdp, and not over the other axes of mesh=tp=2"),
         (["--document-mask", "off"], "document_mask=off lets them see each other"),
         (["--text-field", "chosen"], "text_field=chosen is a field of text"),
         (["--seq-len", 16], "seq_len=16 holds no pair: try --seq-len 32"),

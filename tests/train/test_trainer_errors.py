@@ -64,7 +64,7 @@ def write(path, content):
             "sample_every=7 must be a multiple of val_every=5, as samples are written at",
         ),
         (lambda tmp: ["--sample-every", 7, "--val-every", 0], "is at validations and val_every=0: try --val-every 7"),
-        (lambda tmp: ["--sample-prompt", "Once"], "there are none: add --sample-every"),
+        (lambda tmp: ["--sample-prompt", "Once"], "sample_prompt needs samples: add --sample-every"),
         (
             lambda tmp: ["--sample-every", 5, "--sample-prompt", "x" * 2048],
             "the prompt has 2049 tokens, the model takes",
@@ -170,8 +170,8 @@ def test_without_a_cpp_compiler_inductor_says_what_to_do(trainer, tmp_path, monk
     output, _ = (process := trainer.start(*ONE_LAYER, "--inductor", "full", "--out", tmp_path / "run")).communicate()
     assert process.returncode == 2 and "Traceback" not in output
     assert output.splitlines()[-1] == (
-        "error: Inductor finds no C++ compiler (it tried no-such-compiler): install one, g++ for example, or do "
-        "without Inductor, by --inductor off or passes='exact'"
+        "error: Inductor finds no C++ compiler (it tried no-such-compiler): install one, g++ for example, or "
+        "turn Inductor off, by --inductor off or passes='exact'"
     )
 
 

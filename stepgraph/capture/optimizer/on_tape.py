@@ -211,7 +211,7 @@ class OnTape(compat.TorchDispatchMode):
     def _write(self, tensor: Tensor, place: int) -> None:
         if not compat.is_fake(tensor):
             raise CaptureError(
-                f"the optimizer's step ({line_in_use()}) writes a tensor that is not of its state; keep it in the "
+                f"the optimizer's step ({line_in_use()}) writes a tensor that is not in its state; keep it in the "
                 "state of a parameter"
             )
         self.places[compat.storage_key(tensor)] = place

@@ -149,8 +149,8 @@ class Run:
                 own.step(optimizer)
                 if places != [compat.storage_key(m.tensor) for m in self.members.values()]:
                     raise CaptureError(
-                        f"{own.name}.step assigns .data of a parameter, and a captured step keeps its state where it "
-                        "lies; write in place, as by .data.copy_(...)"
+                        f"{own.name}.step assigns .data of a parameter, and a captured step keeps its state in the "
+                        "same memory; write in place, as by .data.copy_(...)"
                     )
                 if optimizer.param_groups is not held or len(held) != len(listed):
                     raise CaptureError(
@@ -387,8 +387,8 @@ class Run:
         for entry in self.tape.entries:
             if entry.exact and entry.leaves & counted:
                 raise CaptureError(
-                    f"{self.own.name}.step ({entry.line}) takes the value of a count as a plain number, which a graph "
-                    "would keep; compute with it by Python's operators and math, or keep it in a tensor"
+                    f"{self.own.name}.step ({entry.line}) uses a count as a plain number, which would be a constant of "
+                    "the graph; compute with it by Python's operators and math, or keep it in a tensor"
                 )
 
     def _learn_of(self, tensor: Tensor) -> None:

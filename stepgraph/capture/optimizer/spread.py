@@ -64,8 +64,8 @@ def cuts_of(param: Tensor, shape: Sequence[int] | None) -> tuple[Cut, ...]:
             continue
         if type(placement) is not Shard or (shape is None and sizes[placement.dim] % ranks):
             raise CaptureError(
-                f"Muon.step needs equal shards, and a parameter of shape {list(param.shape)} lies as {placement} over "
-                f"{ranks} ranks; use stepgraph.parallel.parallelize, which pads, or AdamW for this one"
+                f"Muon.step needs equal shards, and a parameter of shape {list(param.shape)} is placed as {placement} "
+                f"over {ranks} ranks; use stepgraph.parallel.parallelize, which pads, or AdamW for this one"
             )
         found.append(Cut(mesh.get_group(i), names[i], ranks, placement.dim, sizes[placement.dim]))
         sizes[placement.dim] = -(-sizes[placement.dim] // ranks)

@@ -26,7 +26,7 @@ def write_assigned(
             form = "None" if new is None else _form(new)
             raise CaptureError(
                 f"forward replaces {slot.name}, {_form(old)}, by {form}; a captured step cannot change the form of its "
-                "state, keep shape, dtype and device, or run the model once before the capture if it grows but once"
+                "state, keep shape, dtype and device, or run the model once before the capture if it grows only once"
             )
     values = gradients.unshared([new for _, _, new in assigned], taken=flat)  # one buffer may hold another's old value
     for (slot, old, _), value in zip(assigned, values, strict=True):

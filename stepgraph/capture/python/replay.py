@@ -108,7 +108,7 @@ class Replay:
             self._rehearse(lambda key, _: values[str(key)])
         except _Parted as parted:
             raise RuntimeError(
-                f"with the values of this step, Python in the loss reads or computes other things ({parted}) "
+                f"with the values of this step, Python in the loss reads or computes different values ({parted}) "
                 "than when the step was captured, and its loss may not be eager's: decide by tensors, not in Python"
             ) from parted
 

@@ -105,7 +105,7 @@ def _account(what: str, config: TrainConfig, options: InspectOptions, words: lis
     if path.is_dir():
         path = path / PAGE
         if not path.is_file():
-            raise ValueError(f"{what} has no {PAGE}: give the folder of a run that got as far as its first steps")
+            raise ValueError(f"{what} has no {PAGE}: give the folder of a run that has finished its first steps")
     if not path.is_file():
         if path.suffix == ".html":
             raise ValueError(f"{what} is not there: give a page of stepgraph inspect, a run folder or a preset")
@@ -118,7 +118,7 @@ def preset_account(config: TrainConfig, gpu: Gpu, stage: int | None = None, text
     ``text``: the file for the graphs as text."""
     staged = config.mesh_spec is not None and config.mesh_spec.pp > 1
     if stage is not None and not staged:
-        raise ValueError(f"stage={stage} is of a pipeline and there is none: add pp=2 to --mesh")
+        raise ValueError(f"stage={stage} needs a pipeline: add pp=2 to --mesh")
     with simulated_stage(config, gpu, stage or 0) if staged else simulated(config, gpu) as (program, groups, *costs):
         if text is not None:
             text.write_text(program.text(), encoding="utf-8")

@@ -444,8 +444,8 @@ def _without_values(
     live = [slot.tensor for slot in slots]
     if any(map(compat.is_traceable_wrapper_subclass, live)):
         raise ValueError(
-            "a forecast is of one GPU with plain tensors, and the model's are sharded, quantized or wrapped; give the "
-            "plain model, or forecast ranks with stepgraph plan"
+            "a forecast takes a model of plain tensors on one GPU, and this one's are sharded, quantized or wrapped; "
+            "give the plain model, or forecast ranks with stepgraph plan"
         )
     home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
     mode = next((t.fake_mode for t in live if compat.is_fake(t)), None) or fake_mode()

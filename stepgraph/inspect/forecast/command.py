@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
     )
     if config.mesh is None:
-        raise ValueError("plan lacks its mesh: add --mesh fsdp=8, for example")
+        raise ValueError("plan needs a mesh: add --mesh fsdp=8, for example")
     config = with_microbatches(config, words)
     require_folder(options.json)
     require_chart(options.plot)

@@ -149,7 +149,7 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
 def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
     """``ValueError`` unless the most loaded of ``spec.ep`` ranks can receive ``imbalance`` times the mean."""
     if spec.ep == 1 and imbalance != 1:
-        raise ValueError(f"imbalance={imbalance:g} is about ranks that share experts: add ep=2 to the mesh {spec}")
+        raise ValueError(f"imbalance={imbalance:g} needs experts spread over ranks: add ep=2 to the mesh {spec}")
     if not 1 <= imbalance <= spec.ep:
         raise ValueError(
             f"imbalance={imbalance:g} is the most loaded rank's rows over the mean of all: give 1 to {spec.ep}, which "

@@ -178,8 +178,8 @@ class CausalLM(nn.Module):
         tokens = (torch.arange(1, 17, device=device) % self.config.vocab_size)[None]  # 0 may be padding: zeros
         if crosses_documents(self.inner, lambda: self(tokens, positions), 9):
             raise ValueError(
-                f"in {type(self.inner).__name__} a document of a row sees those before it, as in state-space layers or "
-                "convolutions over the sequence: say --document-mask off"
+                f"in {type(self.inner).__name__} a document of a row sees the earlier ones, as in state-space layers "
+                "or convolutions over the sequence: give --document-mask off"
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -373,13 +373,13 @@ class _Written:
                 return "the gradient of its scores is read with that of its sink"
             for user, read, ops in self._down(begin, [], strangers):
                 if not _alike(ops, self.ops):
-                    return f"{user.name} is no gradient of its product"
+                    return f"{user.name} is not a gradient of its product"
                 if user.args[0] is read and _transposes(user.args[1], self.k) and self.dq is None:
                     self.dq = user
                 elif user.args[1] is read and _transposes(user.args[0], self.q) and self.dk is None:
                     self.dk = user
                 else:
-                    return f"{user.name} is no gradient of its queries or keys"
+                    return f"{user.name} is not a gradient of its queries or keys"
             for node, user, ops in strangers:
                 if any(op[0] != "hide" for op in _merged(ops)):
                     return f"{user.name} reads the gradient of its scores"

@@ -110,7 +110,7 @@ def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
     if is_router(layer):
         return "it chooses experts"
     if any(size % _MULTIPLE for size in layer.forward.sizes):
-        return f"{' x '.join(map(str, layer.forward.sizes))} is no multiple of {_MULTIPLE} each way"
+        return f"{' x '.join(map(str, layer.forward.sizes))} is not a multiple of {_MULTIPLE} in both dimensions"
     return None
 
 

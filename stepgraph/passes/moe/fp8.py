@@ -115,7 +115,7 @@ def _refusal(node: fx.Node, options: ExpertFp8Options, packed: dict[fx.Node, fx.
     if options.capability not in (None, _CAPABILITY):
         return "torch multiplies groups in fp8 on compute capability {}.{} alone".format(*_CAPABILITY)
     if K % MULTIPLE or N % MULTIPLE:
-        return f"{K} x {N} is no multiple of {MULTIPLE} each way"
+        return f"{K} x {N} is not a multiple of {MULTIPLE} in both dimensions"
     if node.target is _WEIGHT_PRODUCT and not options.weight_gradients:
         return "gradients of weights, by the recipe"
     if options.unprofitable:

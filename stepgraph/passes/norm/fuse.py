@@ -66,7 +66,7 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
         if isinstance(found, Found):
             norms.append(found)
         else:
-            left.append(f"{found.root.name} is no norm that this pass knows: {found.why}")
+            left.append(f"{found.root.name} is not a norm that this pass knows: {found.why}")
     aliases = Aliases(step.graph) if norms else None
     forms, chosen = Counter(), Counter()
     kernels = []

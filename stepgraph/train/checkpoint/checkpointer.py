@@ -329,7 +329,7 @@ def _plan(
     if rng or "loader" in state:
         if manifest["ranks"] != ranks.world:
             raise ValueError(
-                f"checkpoint {path} has random streams and data positions of {manifest['ranks']} ranks and this run "
+                f"checkpoint {path} has random states and data positions of {manifest['ranks']} ranks and this run "
                 f"has {ranks.world}; run with {manifest['ranks']}, or load without loader and rng"
             )
         own = json.loads((path / _rank_file(ranks.rank)).read_bytes())

@@ -73,7 +73,7 @@ def of_this_form(path: Path) -> Iterator[None]:
         if is_lost_rank(error):
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"checkpoint {path} holds something else than this stepgraph writes ({what}); use an earlier "
+        raise ValueError(f"checkpoint {path} is not in the form that this stepgraph writes ({what}); use an earlier "
                          "one") from error  # fmt: skip
 
 

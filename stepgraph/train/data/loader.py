@@ -256,7 +256,7 @@ def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None)
         if total >= (max_tokens or source.most_sampled):
             break
     if not total:
-        raise ValueError(f"{source.name}: nothing in it is the assistant's: there is nothing to learn")
+        raise ValueError(f"{source.name}: no message is from the assistant, so nothing is learned: add some that are")
     return counts / total
 
 
@@ -283,7 +283,7 @@ def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: di
     for key in (*position, *identity):
         if key not in state:
             raise ValueError(
-                f"the saved data position lacks {key!r}: it is of another kind of --data, resume with that"
+                f"the saved data position lacks {key!r}: it belongs to another kind of --data; resume with that kind"
             )
     for key, here in identity.items():
         if state[key] != here and key in ("data", "tokenizer"):  # their fingerprints say nothing to people

@@ -132,7 +132,7 @@ def _joined(name: str, files: list[str], text_field: str) -> Corpus:
         return sources[0]
     if streamed := next((one for one in sources if isinstance(one, Streamed)), None):
         raise ValueError(
-            f"data {name}: {streamed.name} joins no others, as its end is far: give weights, as in A:1,B:1"
+            f"data {name}: {streamed.name} cannot be joined with others, as it is streamed: give weights, as in A:1,B:1"
         )
     return Joined(name, sources)
 
@@ -140,7 +140,7 @@ def _joined(name: str, files: list[str], text_field: str) -> Corpus:
 def _with_validation(source: Corpus) -> Corpus:
     """``source``; ``ValueError`` where it has no document to spare for validation."""
     if isinstance(source, Source) and not len(source.val):
-        raise ValueError(f"{source.name} holds one conversation: give two or more, of which one is for validation")
+        raise ValueError(f"{source.name} holds one conversation: give two or more, because one is used for validation")
     return source
 
 

@@ -239,7 +239,7 @@ def test_presets_bring_their_own_sizes():
         ("train --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),
         ("train --traces pyproject.toml", "traces=pyproject.toml cannot be a folder: File exists"),
         ("train --mesh pp=2", "accumulate=1 is too small for the schedule 1f1b on pp=2"),
-        ("train --pipeline zbv", "pipeline=zbv is about stages and there are none"),
+        ("train --pipeline zbv", "pipeline=zbv needs pipeline stages"),
         ("train --expert-capacity 4", "expert_capacity=4.0 changes nothing: add ep=2 to --mesh"),
         ("train --balanced-routing", "balanced_routing is about experts and llama3-debug has none"),
     ],

@@ -177,7 +177,7 @@ def test_the_command(tmp_path, capsys):
             "llama3-debug --mesh pp=2 --accumulate 2 --stage 2",
             "stage=2 of a pipeline of 2 stages: give 0 to 1",
         ),
-        ("llama3-debug --mesh fsdp=2 --stage 1", "stage=1 is of a pipeline and there is none: add pp=2 to --mesh"),
+        ("llama3-debug --mesh fsdp=2 --stage 1", "stage=1 needs a pipeline: add pp=2 to --mesh"),
         (
             "llama3-debug --mesh fsdp=2 --ranks --text x.txt",
             "--ranks compares graphs and writes no page: leave --text out",
@@ -187,7 +187,7 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --gpu h300", "--gpu: 'h300' is not one of h100, h200, b200"),
         ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
-        ("{tmp}", "{tmp} has no page.html: give the folder of a run that got as far as its first steps"),
+        ("{tmp}", "{tmp} has no page.html: give the folder of a run that has finished its first steps"),
         ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
         (
             "llama3-debug --model.n-layers 2 --against golf",
@@ -199,7 +199,7 @@ def test_the_command(tmp_path, capsys):
         ),
         (
             "{tmp}/notes.txt",
-            "{tmp}/notes.txt is no page of stepgraph inspect: give a run folder, a preset or such a page",
+            "{tmp}/notes.txt is not a page of stepgraph inspect: give a run folder, a preset or such a page",
         ),
     ],
 )

@@ -32,8 +32,8 @@ def config(**options):
         ({"split": "0;2"}, r"split=0;2 must be the first block of each stage"),
         ({"verify": True}, r"verify compares with eager.*drop pp"),
         ({"export_hf": Path("there")}, r"export_hf writes whole models"),
-        ({"mesh": "fsdp=2", "pipeline": "1f1b"}, r"pipeline=1f1b is about stages .* add pp=2"),
-        ({"mesh": None, "split": "0,2"}, r"split=0,2 is about stages .* add pp=2"),
+        ({"mesh": "fsdp=2", "pipeline": "1f1b"}, r"pipeline=1f1b needs pipeline stages.* add pp=2"),
+        ({"mesh": None, "split": "0,2"}, r"split=0,2 needs pipeline stages.* add pp=2"),
     ],
 )
 def test_bad_options_are_refused_in_one_line(options, problem):

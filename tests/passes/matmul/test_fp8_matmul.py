@@ -316,7 +316,7 @@ def test_what_stays_in_bf16_is_said():
         "left in bf16, fp8_skip=skip*: skipped",
         "left in bf16, it chooses experts: router",
         "left in bf16, the loss reads it: head",
-        "left in bf16, 32 x 24 x 32 is no multiple of 16 each way: odd",
+        "left in bf16, 32 x 24 x 32 is not a multiple of 16 in both dimensions: odd",
         "fp8_skip names no linear layer by none.*",
     ):
         assert note in report.notes
@@ -421,7 +421,7 @@ def test_options():
     assert (found.options.recipe, found.options.skip, found.options.unprofitable) == ("rowwise", ("layers.0.*",), False)
     for options, message in (
         ({"passes": "exact", "fp8": "rowwise"}, "fp8=rowwise rounds to fp8, which passes=exact forbids"),
-        ({"fp8_skip": ("a",)}, "fp8_skip leaves layers out of fp8 and fp8=off"),
+        ({"fp8_skip": ("a",)}, "fp8_skip needs fp8, and fp8=off"),
         ({"fp8": "row"}, "unknown fp8 'row': choose one of off, rowwise"),
         ({"fp8": True}, "unknown fp8 True: choose one of off, rowwise"),
         ({"fp8": "rowwise", "fp8_skip": "head"}, r"fp8_skip='head' is one word; allowed is a tuple of them: "),

@@ -95,7 +95,7 @@ def test_the_bits_of_products_that_are_cast_by_hand(recipe):
     ("sizes", "options", "why"),
     [
         ({"dtype": torch.float32}, {}, "3 stay in bf16: float32, and fp8 takes the place of bf16 alone"),
-        ({"D": 24}, {}, "2 stay in bf16: 24 x 24 is no multiple of 16 each way"),
+        ({"D": 24}, {}, "2 stay in bf16: 24 x 24 is not a multiple of 16 in both dimensions"),
         ({"D": 32}, {"skip": ("layers.0.*",)}, "2 stay in bf16: fp8_skip=layers.0.*"),
         ({"D": 32, "R": 64}, {"unprofitable": False}, "64 rows of 24 x 32 save nothing: "),
     ],
@@ -132,7 +132,7 @@ def test_the_capability_of_the_gpu_and_rows_that_nothing_reads():
 
 def test_options():
     assert "fp8_experts" not in [p.name for p in chosen(StepOptions(fp8="rowwise"))]
-    with pytest.raises(ValueError, match=r"^fp8_experts is about fp8 and fp8=off: add fp8=rowwise"):
+    with pytest.raises(ValueError, match=r"^fp8_experts needs fp8, and fp8=off: add fp8=rowwise"):
         chosen(StepOptions(fp8_experts=True))
     found = {p.name: p.options for p in chosen(StepOptions(fp8="rowwise-bf16-weight-gradients", fp8_experts=True))}
     assert dataclasses.asdict(found["fp8_experts"])["weight_gradients"] is False

@@ -94,7 +94,7 @@ def test_what_only_looks_like_a_norm_is_left_alone(function):
     report = report_of(step)
     assert report.matched == report.changed == 0 and not count(step, ours.norm)
     assert "found nothing to do" in report.line() and "no RMS or layer norm found" in report.notes
-    assert sum("is no norm that this pass knows: " in note for note in report.notes) == 2
+    assert sum("is not a norm that this pass knows: " in note for note in report.notes) == 2
 
 
 def test_layer_norm_over_two_dimensions_is_left_alone():

@@ -293,14 +293,14 @@ FORGERIES = {
     "moved": (lambda index: chunks_of(index, moved), "do not cover it exactly"),
     "offset": (lambda index: stored(index, offset=lambda info: -8), "is not there"),
     "far": (lambda index: stored(index, offset=lambda info: 1 << 50), "is not there"),
-    "text": (lambda index: stored(index, offset=lambda info: "0"), "something else"),
+    "text": (lambda index: stored(index, offset=lambda info: "0"), "is not in the form"),
     "short": (lambda index: stored(index, length=lambda info: 1), "is not there"),
     "long": (lambda index: stored(index, length=lambda info: 1 << 50), "is not there"),
     "other file": (lambda index: stored(index, relative_path=lambda info: "state.json"), "is not there|one place"),
-    "no file": (lambda index: stored(index, relative_path=lambda info: "gone"), "something else"),
+    "no file": (lambda index: stored(index, relative_path=lambda info: "gone"), "is not in the form"),
     "one place": (one_place, "one place|is not there"),
     "missing": (lambda index: index.state_dict_metadata.pop("model.norm.weight"), "norm.weight' is not in the index"),
-    "not stored": (lambda index: index.storage_data.clear(), "something else"),
+    "not stored": (lambda index: index.storage_data.clear(), "is not in the form"),
     "size": (resize, "in the index, not"),
     "more": (lambda index: index.state_dict_metadata.update(x=None), "holds 'x', which is not a tensor"),
 }  # fmt: skip
@@ -364,7 +364,7 @@ def test_odd_contents_under_right_checksums_are_one_line(saved, name, change):
     refused(
         checkpointer,
         path,
-        "holds something else|lists .*files|saved without|at step|of rank|does not fit",
+        "is not in the form|lists .*files|saved without|at step|of rank|does not fit",
     )
 
 

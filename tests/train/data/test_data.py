@@ -189,7 +189,7 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
     for state, message in [
         (loader(same_shape).state_dict(), "is of another --data, or of what was there then"),
         (before | {"tokenizer": "other"}, "is of another --tokenizer"),
-        ({"epoch": 0}, "lacks 'row': it is of another kind of --data, resume with that"),
+        ({"epoch": 0}, "lacks 'row': it belongs to another kind of --data; resume with that kind"),
     ]:
         with pytest.raises(ValueError, match=message):
             packed.load_state_dict(state)

@@ -235,7 +235,7 @@ def test_unknown_form_is_refused_with_the_allowed_ones(data):
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
 def test_missing_empty_and_folder_are_refused(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
-    assert refusal(str(path)) == f"cannot read data {path}: No such file or directory"
+    assert refusal(str(path)) == f"cannot read data {path}: No such file or directory; give the path of a readable file"
     path.touch()
     assert refusal(str(path)) == f"{path} is empty: give a file with text"
     path.unlink()

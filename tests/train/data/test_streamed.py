@@ -200,7 +200,7 @@ def test_in_a_mixture_it_gives_its_share(data, tmp_path):
 def test_what_cannot_be_read_is_one_line(data, tmp_path):
     folder = data.removeprefix("hf-stream:")
     assert "no field 'body' (it has id, text): name the one" in refusal(open_parts, data, "body")
-    assert "joins no others, as its end is far: give weights" in refusal(
+    assert "cannot be joined with others, as it is streamed: give weights" in refusal(
         open_parts, f"{data},{folder}/train-00.parquet"
     )
     assert "cannot load hf-stream:./no/such" in refusal(open_parts, "hf-stream:./no/such")
@@ -215,7 +215,7 @@ def test_what_cannot_be_read_is_one_line(data, tmp_path):
     (bad / "train-0.jsonl").write_text('{"text": "a"}\n' * 9)
     (bad / "train-1.jsonl").write_text('{"text": \n')
     broken = opened(f"hf-stream:{bad}")
-    assert "file 1 cannot be read on (" in refusal(lambda: next(broken))
+    assert "file 1 can no longer be read (" in refusal(lambda: next(broken))
     assert "row 1: 'text' is NoneType" in refusal(lambda: list(Streamed(str(nulls(tmp_path)), "text").texts(None)))
 
 

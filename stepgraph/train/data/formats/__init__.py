@@ -49,7 +49,7 @@ def _open_file(data: str, text_field: str) -> Source:
         with path.open("rb"):  # a missing file, a file that may not be read
             pass
     except OSError as error:
-        raise ValueError(f"cannot read data {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read data {path}: {error.strerror}; give the path of a readable file") from error
     there = unpacked(path) if packed else path
     if suffix == ".txt":
         source = TextFile(there, str(path))

@@ -115,7 +115,7 @@ class Streamed(Corpus):
             yield from rows
         except Exception as error:  # of the network, of each format, and the library's own
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{self.name}, {where} cannot be read on ({reason}): resume when it can") from error
+            raise ValueError(f"{self.name}, {where} can no longer be read ({reason}): resume when it can") from error
 
     def _decode(self, row: dict[str, Any], file: int | str, number: int) -> bytes:
         where = f"{self.name}, {file if isinstance(file, str) else f'file {file}'} row {number}"
