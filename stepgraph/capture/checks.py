@@ -246,6 +246,14 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
             )
 
 
+def refuse_attributes_set(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], exact: bool) -> None:
+    """Raise, or without ``exact`` warn, if forward has set an attribute of a tensor of the model."""
+    for slot, tensor in zip(slots, tensors, strict=True):
+        for name in compat.attributes_set(tensor, slot.tensor):
+            fix = "keep what the next step is to read in a buffer, or set it before"
+            _refuse(f"forward sets {slot.name}.{name}, which a captured step leaves as it is; {fix}", exact)
+
+
 def refusing_facts(
     recorder: Recorder, tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], batch: Iterable[slice]
 ) -> contextlib.AbstractContextManager[None]:

@@ -440,6 +440,7 @@ class StepTrace:
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
             checks.refuse_replaced(modules_before, self.model)
             checks.refuse_data_assigned(self.slots, tensors, places)
+            checks.refuse_attributes_set(self.slots, tensors, self.exact)
             replaced = {slot.name for slot, tensor, new in held if new is not tensor}
             for node, slot in self.settings.items():
                 moves = slot.name in replaced or self._known.is_written(node)

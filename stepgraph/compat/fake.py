@@ -120,6 +120,22 @@ def represent(tensor: torch.Tensor, other: torch.Tensor) -> None:
             held["_is_param"] = True  # isinstance(tensor, nn.Parameter)
 
 
+@functools.cache
+def _names_in_fake() -> frozenset[str]:
+    with without_modes():
+        return frozenset((*vars(FakeTensorMode().from_tensor(torch.empty(0))), _CLASS, "_is_param"))
+
+
+def attributes_set(tensor: torch.Tensor, other: torch.Tensor) -> list[str]:
+    """The attributes of ``tensor``, which represents ``other`` in a trace, that the trace has set to something else."""
+    if not isinstance(tensor, FakeTensor) or isinstance(other, FakeTensor):
+        return []
+    held = {name.removesuffix(_OF_USER): v for name, v in vars(tensor).items() if name not in _names_in_fake()}
+    missing = object()
+    before = {name: vars(other).get(name, missing) for name in held if not name.startswith("_dynamo")}
+    return [name for name, old in before.items() if held[name] is not old and repr(held[name]) != repr(old)]
+
+
 @contextlib.contextmanager
 def facts_of_fake_tensors(
     ask: Callable[[torch.Tensor, str, str], None], counts: Callable[[str], bool], is_under_torch: Callable[[str], bool]

@@ -182,6 +182,21 @@ def test_an_attribute_of_a_parameter_that_is_added():
         assert step.verify(x).bitwise
 
 
+def test_an_attribute_of_a_parameter_that_forward_sets():
+    def forward(self, x):
+        self.linear.weight.uses = getattr(self.linear.weight, "uses", 0) + 1
+        self.linear.bias.kind = "bias"  # as it is
+        return self.linear(x) * self.linear.weight.uses
+
+    model, x = Model(forward), torch.randn(3, 4)
+    model.linear.bias.kind = "bias"
+    with pytest.raises(CaptureError, match=r"forward sets linear\.weight\.uses, which"):
+        stepgraph.capture(model, loss_fn, x, passes="exact")
+    with pytest.warns(UserWarning, match=r"forward sets linear\.weight\.uses, which"):
+        stepgraph.capture(model, loss_fn, x, passes=["fuse_norm"])
+    assert not hasattr(model.linear.weight, "uses")
+
+
 SHOWN = {
     "str": lambda x: len(str(x)),
     "format": lambda x: len(f"{x}"),
