@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
-from stepgraph.capture.python.metrics import means, reported
+from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
 from stepgraph.compat.replaced import replaced
 from stepgraph.integrations.lengths import PadToLengths
@@ -29,6 +29,7 @@ from stepgraph.passes import Passes
 from stepgraph.step import CapturedStep, capture
 
 try:
+    from accelerate import Accelerator
     from transformers import Trainer, TrainerCallback
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
     from transformers.trainer_pt_utils import nested_gather
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 #: Where the number of targets of the whole step travels in the batch, next to the model's inputs.
 _TARGETS = "num_items_in_batch"
 #: The names in TRL's ``training_step`` where it adds nothing but activation offloading, which is refused by its option.
+_CAPTURES = 8  # graphs of a run, after which an optimizer or limit that changes again is eager
 _ONLY_OFFLOADS = {"super", "training_step", "maybe_activation_offload_context"}
 
 
@@ -60,11 +62,12 @@ class GraphTrainer(Trainer):
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
     in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
-    The same where gradients may be read and changed: by a callback's ``on_pre_optimizer_step`` or ``on_substep_end``,
-    or a subclass's ``training_step``. Callbacks of ``on_optimizer_step`` otherwise run after the update.
+    The same where gradients may be read and changed: by a callback's ``on_pre_optimizer_step``, ``on_optimizer_step``
+    or ``on_substep_end``, a replaced ``training_step``, or clipping that is not ``Trainer``'s. Another
+    ``max_grad_norm`` or optimizer is captured again.
 
     Raises ``ValueError`` for options that a captured step cannot serve: fp16's scaler, several GPUs in one process,
-    DeepSpeed, FSDP1, offload, ``torch_compile``.
+    DeepSpeed, FSDP1, offload, ``torch_compile``, optimizers that update in backward, a replaced ``backward``.
     """
 
     def __init__(
@@ -81,10 +84,13 @@ class GraphTrainer(Trainer):
         self._loads_from = ""
         super().__init__(*args, **kwargs)
         self._passes = passes
-        self._steps: dict[int, CapturedStep] = {}
-        self._apart: dict[int, CapturedStep] = {}
+        #: By what the graph has taken from the trainer: number of microbatches, their class, limit and optimizer.
+        self._steps: dict[tuple, CapturedStep] = {}
+        self._apart: dict[tuple, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
         self._reported: dict[str, list[torch.Tensor]] = {}
+        self._clip: Callable | None = None  # as `_clip_once` left it
+        self._class: type = dict
         #: What compute_loss stores of the latest step, and the number of that step and its epoch.
         self._after: tuple[Callable[[], None], tuple[int, float | None]] | None = None
         self._storing = False
@@ -96,6 +102,9 @@ class GraphTrainer(Trainer):
         args = self.args
         if args.fp16:
             raise ValueError("fp16=True scales losses by a GradScaler, which a captured step lacks; use bf16=True")
+        name = str(getattr(args.optim, "value", args.optim))
+        if "lomo" in name or "layerwise" in name:
+            raise ValueError(f"optim={name!r} updates inside backward, which a graph replaces; use 'adamw_torch'")
         if args.torch_compile:
             raise ValueError("torch_compile=True, but the captured step is compiled already; drop torch_compile")
         if args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.DISTRIBUTED):
@@ -276,9 +285,17 @@ class GraphTrainer(Trainer):
 
         The loss of a step comes with its last microbatch; the others give 0, and ``Trainer`` logs the sum.
         """
+        if _is_replaced(self.accelerator, "backward", Accelerator):
+            raise ValueError("accelerator.backward was replaced, and a captured step does not call it; scale the loss")
         model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        inputs = self._prepare_inputs(inputs)
+        if not isinstance(inputs, Mapping):
+            raise ValueError(f"the data collator returned a {type(inputs).__name__}; let it return a dict of tensors")
+        self._class = type(inputs)
         # A number of targets without dimensions is the same for every microbatch.
-        self._waiting.append({**self._prepare_inputs(inputs), _TARGETS: num_items_in_batch})
+        self._waiting.append({**inputs, _TARGETS: num_items_in_batch})
         if self.args.gradient_accumulation_steps > 1 and self._calls("on_substep_end"):
             if self._mesh is not None:
                 raise ValueError(
@@ -294,56 +311,91 @@ class GraphTrainer(Trainer):
             return self._step(model, microbatches)
 
     def _step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
-        if self._changes_gradients() or len({_form(batch) for batch in microbatches}) > 1:
-            return self._gradients_apart(model, microbatches, len(microbatches))
-        batch, count = _together(microbatches), len(microbatches)
-        if count not in self._steps:
-            self._steps[count] = self._capture(model, batch, count)
-        step = self._steps[count]
+        if vars(self.accelerator).get("clip_grad_norm_") is self._clip:
+            vars(self.accelerator).pop("clip_grad_norm_", None)
+        count, optimizer = len(microbatches), getattr(self.optimizer, "optimizer", self.optimizer)
+        key = count, self._class, max(self.args.max_grad_norm, 0), optimizer
+        often = key not in self._steps and len(self._steps) >= _CAPTURES
+        if often or self._changes_gradients() or len({_form(batch) for batch in microbatches}) > 1:
+            return self._gradients_apart(model, microbatches, count)
+        batch = _together(microbatches)
+        if key not in self._steps:
+            self._steps[key] = self._capture(model, batch, count)
+        step = self._steps[key]
         loss = step(batch)
+        if EACH in step.metrics:
+            loss = self._add_up(loss, step.metrics[EACH].unbind())
         self._keep_metrics(step)
         self._store(step.after)
         # What is logged: gradients are clipped already, and gone.
-        self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: step.metrics["grad_norm"]
+        self._clip_once(lambda *args, **kwargs: step.metrics["grad_norm"])
         return loss
 
+    def _clip_once(self, clip: Callable) -> None:
+        """``Trainer`` calls ``clip`` after this step; what replaces or wraps the accelerator's finds its own."""
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            vars(self.accelerator).pop("clip_grad_norm_", None)
+            return clip(*args, **kwargs)
+
+        self._clip = self.accelerator.clip_grad_norm_ = once
+
+    def _add_up(self, total: torch.Tensor, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Add the losses before the last to what ``Trainer`` logs, in its order and by its rule for NaN, and return
+        the last; where ``Trainer`` keeps its sum to itself (before transformers 5), the ``total``."""
+        logged = getattr(self, "_tr_loss", None)
+        if logged is None:
+            return total
+        for loss in losses[:-1]:
+            if self.args.logging_nan_inf_filter:
+                mean = logged / (1 + self.state.global_step - self._globalstep_last_logged)
+                loss = torch.where(loss.isfinite(), loss, mean)
+            logged += loss
+        return losses[-1]
+
     def _changes_gradients(self) -> bool:
-        """Whether a callback, or a ``training_step`` of a subclass, may change gradients before the update."""
-        return self._calls("on_pre_optimizer_step") or type(self).training_step is not GraphTrainer.training_step
+        """Whether a callback, a ``training_step`` or clipping that is replaced may read or change gradients."""
+        own = ("_clip_grad_norm", "_get_grad_norm")
+        return (
+            self._calls("on_pre_optimizer_step")
+            or self._calls("on_optimizer_step")
+            or _is_replaced(self, "training_step", GraphTrainer)
+            or _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator)
+            or any(_is_replaced(self, name, Trainer) for name in own if hasattr(Trainer, name))
+        )
 
     def _calls(self, event: str) -> bool:
         """Whether a callback runs at ``event``."""
-        plain = getattr(TrainerCallback, event)
-        return any(getattr(type(one), event) is not plain for one in self.callback_handler.callbacks)
+        return any(_is_replaced(one, event, TrainerCallback) for one in self.callback_handler.callbacks)
 
     def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]], count: int) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
-        vars(self.accelerator).pop("clip_grad_norm_", None)
         if self._mesh is not None:
             if self._mesh.experts is not None:
                 raise ValueError(
                     "microbatches of one step differ in form, and with ep only a graph updates; pad to one length and "
                     "give dataloader_drop_last=True"
                 )
-            self.accelerator.clip_grad_norm_ = ranks.clip
-        alike = self._changes_gradients() or len(microbatches) < count
+            if _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator):
+                raise ValueError("over several GPUs a captured step clips shards: restore accelerator.clip_grad_norm_")
+            self._clip_once(ranks.clip)
+        alike = len({_form(batch) for batch in microbatches}) == 1
         if not self._apart and self.is_world_process_zero():
             why = "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their"
             fix = "pad to one length and drop the last batch"
             if alike:
-                why, fix = "a callback or training_step may change gradients: a graph computes", "leave it out"
+                why = "a callback, clipping or training_step may change gradients: a graph computes"
+                fix = "leave it out"
             logger.warning("%s gradients, clipped and applied in eager mode; %s for one graph per step", why, fix)
-        total = 0.0
-        if count not in self._apart:
+        losses, key = [], (count, self._class)
+        if key not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
-            self._apart[count] = capture(
-                model, loss_fn, microbatches[0], passes=self._passes, replay=self._mesh is None
-            )
+            self._apart[key] = capture(model, loss_fn, microbatches[0], passes=self._passes, replay=self._mesh is None)
         for batch in microbatches:
-            total = total + self._apart[count](batch)
-            self._keep_metrics(self._apart[count])
-            self._store(self._apart[count].after)
-        return total
+            losses.append(self._apart[key](batch))
+            self._keep_metrics(self._apart[key])
+            self._store(self._apart[key].after)
+        return self._add_up(torch.stack(losses).sum(), losses)
 
     def _keep_metrics(self, step: CapturedStep) -> None:
         for name, value in reported(step.metrics).items():
@@ -397,7 +449,12 @@ class GraphTrainer(Trainer):
 
     def _capture(self, model: nn.Module, batch: dict[str, Any], count: int) -> CapturedStep:
         # Losses that add up to the step's: undo that the graph takes their mean.
-        loss_fn = self._loss_fn(lambda loss, is_part: loss * count if is_part and count > 1 else loss)
+        def scaled(loss: torch.Tensor, is_part: bool) -> torch.Tensor:
+            if count > 1 and self._mesh is None:
+                each(loss if is_part else loss / count)
+            return loss * count if is_part and count > 1 else loss
+
+        loss_fn = self._loss_fn(scaled)
         # The norm is logged where nothing is clipped too.
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
         options = {"accumulate": count, "passes": self._passes, "replay": self._mesh is None}
@@ -405,10 +462,12 @@ class GraphTrainer(Trainer):
 
     def _loss_fn(self, scaled: Callable[[torch.Tensor, bool], torch.Tensor]) -> Callable:
         """``compute_loss`` as a function of the model and a batch; ``scaled(loss, is_part)`` is what it returns."""
+        made = self._class  # such as BatchEncoding, made of a dict as Trainer's `_prepare_input` does
 
         def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
             inputs = dict(batch)
             targets = inputs.pop(_TARGETS)
+            inputs = inputs if made is dict else made(inputs)
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, inputs, num_items_in_batch=targets)
             return scaled(loss, self._is_part_of_the_step(targets))
@@ -424,6 +483,11 @@ class GraphTrainer(Trainer):
 
 
 GraphStep = GraphTrainer  # as a mix-in
+
+
+def _is_replaced(owner: Any, name: str, base: type) -> bool:
+    """Whether a subclass of ``base``, or the ``owner`` itself, has a method of its own."""
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 
 def _gathered_for_metrics(gather: Callable, data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -438,3 +438,173 @@ def test_logs_have_what_the_loss_reported_and_read(tmp_path):
     seen = [log["seen"] for log in stored]
     assert len(seen) == 8 and seen == sorted(seen) and seen[-1] == trainer.seen == targets
     assert [log["step"] for log in stored] == [0, 0, 1, 1, 2, 2, 3, 3]  # as compute_loss of Trainer logs them
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.drop, self.b = torch.nn.Linear(6, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 3)
+
+    def forward(self, x, labels=None):
+        logits = self.b(self.drop(self.a(x).tanh()))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def tiny_run(kind, folder, *, events=None, prepare=None, mixin=object, nan=(), collate=None, **options):
+    """(logs, weights, what ``events`` kept) of six steps; ``events``: functions of (trainer, step) by event."""
+    set_seed(0)
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        {"x": torch.randn(6, generator=generator), "labels": torch.randint(3, (), generator=generator)}
+        for _ in range(32)
+    ]
+    for i in nan:
+        rows[i]["x"] *= float("nan")
+    defaults = dict(per_device_train_batch_size=2, max_steps=6, logging_steps=1, save_strategy="no", learning_rate=0.01)
+    args = TrainingArguments(str(folder), report_to=[], use_cpu=True, disable_tqdm=True, **(defaults | options))
+    own = {"passes": "exact"} if kind is GraphTrainer else {}
+    bases = (mixin, kind) if mixin is not object else (kind,)
+    trainer = type("Own", bases, {})(model=Tiny(), args=args, train_dataset=rows, data_collator=collate, **own)
+    trainer.kept = []
+
+    def called(function):
+        return lambda self, args, state, control, **kwargs: function(trainer, state.global_step)
+
+    made = {event: called(function) for event, function in (events or {}).items()}
+    trainer.add_callback(type("Calls", (transformers.TrainerCallback,), made)())
+    if prepare is not None:
+        prepare(trainer)
+    trainer.train()
+    logs = [[log.get(name) for name in ("loss", "grad_norm", "learning_rate")] for log in trainer.state.log_history]
+    return logs, [p.detach() for p in trainer.model.parameters()], trainer.kept
+
+
+def same_as_plain(folder, **options):
+    plain, graph = (tiny_run(kind, folder / kind.__name__, **options) for kind in (Trainer, GraphTrainer))
+    torch.testing.assert_close(graph, plain, rtol=0, atol=0, equal_nan=True)
+
+
+def limits(trainer, step):
+    trainer.args.max_grad_norm = {2: 0.1, 4: 0.0}.get(step, trainer.args.max_grad_norm)
+
+
+def many_limits(trainer, step):
+    trainer.args.max_grad_norm = 0.1 * (step + 1)
+
+
+def replace_optimizer(trainer, step):
+    if step == 2:
+        trainer.optimizer = trainer.accelerator.prepare(torch.optim.SGD(trainer.model.parameters(), lr=0.1))
+
+
+def clip_values(trainer, step=2):
+    def clip(parameters, max_norm, norm_type=2):
+        torch.nn.utils.clip_grad_value_(list(parameters), 0.01)
+        return torch.tensor(1.0)
+
+    if step == 2:
+        trainer.accelerator.clip_grad_norm_ = clip
+
+
+def wrap_clipping(trainer, step):
+    before = trainer.accelerator.clip_grad_norm_
+    if step == 2:
+        trainer.accelerator.clip_grad_norm_ = lambda parameters, *args: before(parameters, 0.1)
+
+
+def keep_gradients(trainer, step):
+    trainer.kept.append([p.grad.clone() for p in trainer.model.parameters()])
+
+
+def halve(trainer):
+    callback = transformers.TrainerCallback()
+    callback.on_pre_optimizer_step = lambda *args, **kwargs: trainer.model.b.bias.grad.zero_().sum().item() or None
+    trainer.add_callback(callback)
+
+
+class ClipsValues:
+    def _clip_grad_norm(self, model):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        return torch.tensor(1.0)
+
+
+class ScheduleFree(torch.optim.SGD):
+    @torch.no_grad()
+    def train(self):
+        for p in self.param_groups[0]["params"]:
+            p.mul_(1.01)
+
+
+def schedule_free(trainer):
+    trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=0.1)
+
+
+def step_by_hand(trainer):
+    plain = trainer.training_step
+
+    def training_step(*args, **kwargs):
+        loss = plain(*args, **kwargs)
+        trainer.model.a.weight.grad.mul_(0.1)
+        return loss
+
+    trainer.training_step = training_step
+
+
+def encoded(rows):
+    return transformers.BatchEncoding({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+
+
+class ReadsAttributes:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)["loss"] * (2 if hasattr(inputs, "labels") else 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"events": {"on_step_end": limits}, "max_grad_norm": 0.3},
+        {"events": {"on_step_end": many_limits}, "max_steps": 12},
+        {"events": {"on_step_end": replace_optimizer}},
+        {"events": {"on_step_end": clip_values}},
+        {"events": {"on_step_end": wrap_clipping}},
+        {"prepare": clip_values},
+        {"mixin": ClipsValues},
+        {"events": {"on_optimizer_step": keep_gradients}, "gradient_accumulation_steps": 2},
+        {"prepare": halve},
+        {"prepare": schedule_free},
+        {"prepare": step_by_hand},
+        {"mixin": ReadsAttributes, "collate": encoded},
+        {"nan": (5, 12), "gradient_accumulation_steps": 2, "max_steps": 8},
+        {"nan": (5, 12), "gradient_accumulation_steps": 4, "logging_steps": 3},
+        {"nan": (5, 12), "gradient_accumulation_steps": 2, "logging_nan_inf_filter": False},
+        {"gradient_accumulation_steps": 4, "logging_steps": 3},
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*captured again")
+def test_what_changes_between_steps_is_followed(tmp_path, options):
+    same_as_plain(tmp_path, **options)
+
+
+def scale_backward(trainer, step=2):
+    plain = trainer.accelerator.backward
+    if step == 2:
+        trainer.accelerator.backward = lambda loss, **kwargs: plain(loss * 0.1, **kwargs)
+
+
+def in_a_tuple(rows):
+    return tuple(encoded(rows).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"prepare": scale_backward}, "accelerator.backward was replaced"),
+        ({"events": {"on_step_end": scale_backward}}, "accelerator.backward was replaced"),
+        ({"collate": in_a_tuple}, "returned a tuple; let it return a dict"),
+        ({"optim": "lomo"}, "'lomo' updates inside backward"),
+        ({"optim": "galore_adamw_layerwise", "optim_target_modules": ["a"]}, "layerwise' updates inside backward"),
+    ],
+)
+def test_what_a_graph_would_leave_out_is_refused(tmp_path, options, match):
+    with pytest.raises(ValueError, match=match):
+        tiny_run(GraphTrainer, tmp_path, **options)

@@ -13,7 +13,10 @@ from stepgraph.errors import CaptureError
 
 #: Names of metrics that every captured step has, and of what records of a run have.
 _OWN = ("loss", "grad_norm", "skipped", "repeated", "step", "step_ms", "tokens_per_s", "mfu", "mem_gib", "lr", "tokens")
-_OWN += ("data_ms", "repeated_steps", "epoch", "learning_rate")
+_OWN += ("each", "data_ms", "repeated_steps", "epoch", "learning_rate")
+
+#: The value of each microbatch, which is no mean.
+EACH = "each"
 
 _open: list[dict[str, torch.Tensor]] = []
 
@@ -41,6 +44,12 @@ def metric(name: str, value: torch.Tensor) -> None:
     _open[-1][name] = value.detach().clone()
 
 
+def each(value: torch.Tensor) -> None:
+    """Report ``value`` of each microbatch, which ``step.metrics[EACH]`` has one after the other."""
+    if _open:
+        _open[-1][EACH] = value.detach().clone()
+
+
 @contextlib.contextmanager
 def collected() -> Iterator[dict[str, torch.Tensor]]:
     """What is reported inside, by name."""
@@ -59,7 +68,10 @@ def reported(metrics: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def means(found: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The metrics of a step, of which each microbatch reported one value."""
-    return {name: values[0] if len(values) == 1 else _mean(values) for name, values in found.items()}
+    return {
+        name: torch.stack(list(values)) if name == EACH else values[0] if len(values) == 1 else _mean(values)
+        for name, values in found.items()
+    }
 
 
 def _mean(values: Sequence[torch.Tensor]) -> torch.Tensor:
