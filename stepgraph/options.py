@@ -46,10 +46,10 @@ class LossOptions:
     """With --loss dpo, how strongly the reference holds the model: rewards are beta times log-probability ratios."""
 
     label_smoothing: float = 0.0
-    """With --loss dpo, the share of pairs whose preference is taken to be the wrong way round, in [0, 0.5)."""
+    """With --loss dpo, the share of pairs whose preference is assumed to be wrong, in [0, 0.5)."""
 
     reference: Path | None = None
-    """With --loss dpo, the frozen model's folder. None: the weights of the start; with --lora the model without it."""
+    """With --loss dpo, the frozen model's folder. None: the initial weights; with --lora, no adapter."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class StepOptions:
 
     memory: str = "none"
     """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all);
-    peak=70GiB or peak=90% (of the GPU): recompute and offload as little as that peak takes; layers.*.mlp=recompute,
+    peak=70GiB or peak=90% (of the GPU): recompute and offload as little as needed; layers.*.mlp=recompute,
     =offload or =keep, alone or after a comma: for modules."""
 
     offload_optimizer: bool = False
@@ -219,8 +219,8 @@ class StepOptions:
     """Split logits and loss into N chunks of the tokens to save memory; auto: as many as keep the logits near a GiB."""
 
     tiles: int | Literal["auto"] = "auto"
-    """Compute MLPs, norms and projections in N tiles of the sequence, and again in backward, to save memory; auto: in
-    one, or with --memory peak= in as many as that takes."""
+    """Compute MLPs, norms and projections in N tiles of the sequence, and again in backward, to save memory; auto:
+    one, or with --memory peak= as many as needed."""
 
     fp8: Literal["off", "tensorwise", "rowwise", "rowwise-bf16-weight-gradients"] = "off"
     """Multiply in fp8 in linear layers, with one scale for each matrix or each row; heads and routers stay in bf16."""
@@ -323,7 +323,7 @@ class RecordOptions:
 
     lora: str | None = None
     """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+experts); dropout=0.1, dora and
-    rslora may follow. None: all."""
+    rslora may follow. None: train all weights."""
 
     quantize: Literal["nf4", "fp8"] | None = None
     """With --lora, frozen linear layers in 4 bits as bitsandbytes has them (QLoRA), or in fp8. None: as they are."""
