@@ -43,8 +43,9 @@ logger = logging.getLogger(__name__)
 
 #: Where the number of targets of the whole step travels in the batch, next to the model's inputs.
 _TARGETS = "num_items_in_batch"
+#: Graphs of a run, after which an optimizer or limit that changes again is eager.
+_CAPTURES = 8
 #: The names in TRL's ``training_step`` where it adds nothing but activation offloading, which is refused by its option.
-_CAPTURES = 8  # graphs of a run, after which an optimizer or limit that changes again is eager
 _ONLY_OFFLOADS = {"super", "training_step", "maybe_activation_offload_context"}
 
 
@@ -370,23 +371,24 @@ class GraphTrainer(Trainer):
 
     def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]], count: int) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
+        alike = len({_form(batch) for batch in microbatches}) == 1
+        if alike:
+            why, fix = "a callback, clipping or training_step may change gradients", "leave it out"
+        else:
+            why = "microbatches of one step differ in shape, or in values that are no rows"
+            fix = "pad to one length and give dataloader_drop_last=True"
         if self._mesh is not None:
             if self._mesh.experts is not None:
-                raise ValueError(
-                    "microbatches of one step differ in form, and with ep only a graph updates; pad to one length and "
-                    "give dataloader_drop_last=True"
-                )
+                raise ValueError(f"{why}, and with ep only a graph updates; {fix}")
             if _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator):
                 raise ValueError("over several GPUs a captured step clips shards: restore accelerator.clip_grad_norm_")
             self._clip_once(ranks.clip)
-        alike = len({_form(batch) for batch in microbatches}) == 1
         if not self._apart and self.is_world_process_zero():
-            why = "microbatches of one step differ in shape, or in values that are no rows: a graph each computes their"
-            fix = "pad to one length and drop the last batch"
-            if alike:
-                why = "a callback, clipping or training_step may change gradients: a graph computes"
-                fix = "leave it out"
-            logger.warning("%s gradients, clipped and applied in eager mode; %s for one graph per step", why, fix)
+            logger.warning(
+                "%s: each has a graph of its gradients, clipped and applied in eager mode; %s for one graph per step",
+                why,
+                fix,
+            )
         losses, key = [], (count, self._class)
         if key not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
