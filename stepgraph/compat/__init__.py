@@ -121,6 +121,7 @@ from stepgraph.compat.tracing import (
     is_tracing,
     latest_of_trace,
     lazy_graph_module,
+    names_of_copies,
     node_of_trace,
     record_call,
     rename_exactly,

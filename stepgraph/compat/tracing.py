@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
+from torch.fx.graph import _Namespace
 from torch.utils import _pytree as pytree
 
 from stepgraph.compat.replaced import replaced
@@ -45,6 +46,22 @@ def collector_off() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def names_of_copies() -> contextlib.AbstractContextManager[None]:
+    """Inside, a copy of the node ``mul_5`` is named after the last ``mul``. Before torch 2.13 its name is searched from
+    ``mul_1`` on: passes that copy most of a graph took quadratic time."""
+    if TORCH >= (2, 13):
+        return contextlib.nullcontext()
+    create = _Namespace.create_name
+
+    def create_name(self: Any, candidate: str, obj: Any) -> str:
+        base, _, number = candidate.rpartition("_")
+        if number.isdigit() and candidate in self._used_names:
+            self._base_count[candidate] = self._base_count.get(base, 0)
+        return create(self, candidate, obj)
+
+    return replaced(_Namespace, create_name=create_name)
 
 
 def lazy_graph_module(attributes: Mapping[str, Any], graph: torch.fx.Graph) -> torch.fx.GraphModule:

@@ -126,7 +126,7 @@ def run_passes(
         if not step.log:
             (dump / "00-captured.txt").write_text(step.text())
     values, changes, communication = RecordedValues(step), Changes(step), None
-    with compat.collector_off():
+    with compat.collector_off(), compat.names_of_copies():
         for i, (p, report) in enumerate(zip(found, reports, strict=True), 1 + len(step.log)):
             communication = _run(p, step, report, changes, communication)
             if report.skipped is None:
