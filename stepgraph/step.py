@@ -92,8 +92,9 @@ def capture(
     optimizer = compat.accelerated_inside(optimizer)
     checks.check_arguments(model, loss_fn, batch, optimizer)
     require_words("disable", disable)
-    for name, folder in (("dump", dump), ("saved", saved)):
-        if folder is not None and (not isinstance(folder, str | Path) or Path(folder).is_file()):
+    for name, folder in (("dump", dump), ("saved", saved)):  # a file as ``saved`` costs a warning
+        named = folder is None or isinstance(folder, str | Path)
+        if not named or (name == "dump" and folder is not None and Path(folder).is_file()):
             raise ValueError(f"{name}={folder!r} is not a folder; give the path of one, which may be new")
     skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
     spec = StepSpec(

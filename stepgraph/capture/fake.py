@@ -74,7 +74,8 @@ def _dispatch(
         with mode:
             return _grouped_mm(*args, **(kwargs or {}))
     made = dispatch(func, types, args, kwargs)
-    if func is aten.mkldnn_rnn_layer.default:  # torch says that its workspace is empty
+    # torch says that its workspace is empty, which is true with gradient mode off.
+    if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():
         with mode:
             size = recurrent.workspace_size(args[0], args[1:5], *args[5:])
             return *made[:3], made[0].new_empty(size, dtype=torch.uint8)

@@ -632,9 +632,9 @@ class StepTrace:
 
 
 def _keep_workspaces(step: StepGraph) -> None:
-    """oneDNN's recurrent layers whose workspace backward reads write it, see `stepgraph.kernels.recurrent`."""
+    """oneDNN's recurrent layers that were called in gradient mode run in it, see `stepgraph.kernels.recurrent`."""
     for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
-        if any(user.args[1] == 3 and user.users for user in node.users):
+        if node.meta["val"][3].numel():  # a workspace
             node.target = torch.ops.stepgraph.rnn_layer.default
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
 

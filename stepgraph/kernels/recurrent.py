@@ -1,8 +1,8 @@
 """A recurrent layer on a CPU as training runs it, in a graph that runs without gradient mode.
 
 torch computes ``nn.LSTM`` on a CPU with oneDNN, whose backward reads a workspace that forward wrote. Forward writes it
-if gradient mode is on, whatever its arguments say; a captured step, whose backward is part of the graph, runs with
-gradient mode off.
+if gradient mode is on, whatever its arguments say, and rounds otherwise than with gradient mode off on some processors.
+A captured step, whose backward is part of the graph, runs with gradient mode off.
 """
 
 import functools
