@@ -7,7 +7,6 @@ traceback.
 import contextlib
 import dataclasses
 import errno
-import gc
 import importlib
 import io
 import os
@@ -226,12 +225,9 @@ def _load_torch() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _end_at_once)
-    gc.disable()  # nearly all that an import makes stays, and the collector would walk it again and again
     try:
         import torch  # noqa: F401
     finally:
-        gc.freeze()
-        gc.enable()
         timer.cancel()
         if signal.getsignal(signal.SIGINT) is _end_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)

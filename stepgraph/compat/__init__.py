@@ -68,7 +68,6 @@ from stepgraph.compat.eager import (
 from stepgraph.compat.fake import (
     DataDependentOutputException,
     answer,
-    attributes_of_user,
     attributes_set,
     checks_of_known_values,
     class_in_eager,

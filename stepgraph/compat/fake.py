@@ -126,19 +126,13 @@ def _names_in_fake() -> frozenset[str]:
         return frozenset((*vars(FakeTensorMode().from_tensor(torch.empty(0))), _CLASS, "_is_param"))
 
 
-def attributes_of_user(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that the user's code has set on ``tensor``, which may represent another one in a trace."""
-    names = _names_in_fake() if isinstance(tensor, FakeTensor) else ()
-    held = {name.removesuffix(_OF_USER): value for name, value in vars(tensor).items() if name not in names}
-    return {name: value for name, value in held.items() if not name.startswith("_dynamo")}
-
-
 def attributes_set(tensor: torch.Tensor, other: torch.Tensor) -> list[str]:
     """The attributes of ``tensor``, which represents ``other`` in a trace, that the trace has set to something else."""
     if not isinstance(tensor, FakeTensor) or isinstance(other, FakeTensor):
         return []
-    held, missing = attributes_of_user(tensor), object()
-    before = {name: vars(other).get(name, missing) for name in held}
+    held = {name.removesuffix(_OF_USER): v for name, v in vars(tensor).items() if name not in _names_in_fake()}
+    missing = object()
+    before = {name: vars(other).get(name, missing) for name in held if not name.startswith("_dynamo")}
     return [name for name, old in before.items() if held[name] is not old and repr(held[name]) != repr(old)]
 
 

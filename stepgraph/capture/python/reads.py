@@ -92,10 +92,6 @@ class Reads:
                 self._keep_dict(path, vars(module), own)
                 for held in parts_registered(vars(module)):  # they hold the trace's tensors inside, and only there
                     self._met[id(held)] = held
-            for path, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                if compat.is_fake(tensor):
-                    for name, value in compat.attributes_of_user(tensor).items():
-                        self._meet(f"{path}.{name}", value)
             for cls in dict.fromkeys(map(type, self.model.modules())):
                 self._meet("", cls)
             hooked = [(path, vars(module)[hooks]) for path, module in self.model.named_modules() for hooks in HOOKS]
