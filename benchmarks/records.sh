@@ -163,7 +163,7 @@ record() {
       "$PYTHON" benchmarks/fp8_curve.py llama3-debug --device cuda --at-once 9 --recipes tensorwise rowwise \
         --json "$OUT/fp8_curve_100m.json" --train "--checkpoint-every 0 --seq-len 512 --model.dim 768 --model.n-layers 14 \
         --model.n-heads 12 --model.n-kv-heads 12 --model.ffn-dim 2048" ;;
-    1b_pp2) train "$1" llama3-1b --model.no-tie-embeddings --mesh pp=2 --accumulate 8 --seq-len 4096 --batch-size 1 --steps 12 ;;
+    1b_pp2) train "$1" llama3-1b --no-model.tie-embeddings --mesh pp=2 --accumulate 8 --seq-len 4096 --batch-size 1 --steps 12 ;;
     8b_pp2) train "$1" llama3-8b --mesh pp=2 --accumulate 8 $B8 ;;
     8b_pp2_symmetric) train "$1" llama3-8b --mesh pp=2 --accumulate 8 --pipeline interleaved --stage-sends symmetric $B8 ;;
     8b_pp4) train "$1" llama3-8b --mesh pp=4 --accumulate 8 $B8 ;;

@@ -1,5 +1,5 @@
-"""Pipelines on GPUs: bitwise the same microbatches accumulated eagerly, by NCCL and over symmetric memory, whose step
-is one CUDA graph; when each rank computed."""
+"""Pipelines on GPUs, whose step is one CUDA graph: bitwise the same microbatches accumulated eagerly, by NCCL and over
+symmetric memory; when each rank computed."""
 
 import dataclasses
 import faulthandler
@@ -108,21 +108,11 @@ def check_step(mesh, model, step, batch, where, shared=True, exact=True):
     return found
 
 
-def check(mesh, schedule):
-    model, step = captured(mesh, schedule)
-    for again in (1, 2, 3):  # the update's and the reduction's graphs are recorded, then replayed
-        check_step(mesh, model, step, batch_of(mesh.dp_place), (schedule, again))
-    check_spans(step)
-    reports = {report.graph: report for report in step.report if report.name == "cuda_graph"}
-    reason = reports[f"forward.{step.pipeline.own[0]}"].skipped
-    assert reason.endswith("process groups send between stages, at the host's calls: take stage_sends=symmetric")
-    assert reports["update"].skipped is None and step._current.runner.whole is None
-
-
-def check_whole(mesh, schedule, shared=True, exact=True):
-    """A step with symmetric sends is one CUDA graph: plain, recorded, replayed with other batches, and again after it
-    was broken off; ranks wait for each other in turns."""
-    model, step = captured(mesh, schedule, "symmetric", exact)
+def check_whole(mesh, schedule, shared=True, exact=True, sends="symmetric"):
+    """A step is one CUDA graph: plain, recorded, replayed with other batches, and again after it was broken off, where
+    what is recorded waits for flags; ranks wait for each other in turns."""
+    model, step = captured(mesh, schedule, sends, exact)
+    plain = (0, 4) if sends == "symmetric" else (0,)
     runner = step._current.runner
     assert step.program.recorded_whole
     for i in range(8):
@@ -132,7 +122,7 @@ def check_whole(mesh, schedule, shared=True, exact=True):
             torch.cuda._sleep(20_000_000)
         found = check_step(mesh, model, step, batch_of(100 * i + mesh.dp_place), (schedule, i), shared, exact)
         assert runner.whole is not None, [report.line() for report in step.report if report.name == "cuda_graph"]
-        assert (runner.whole.graph is None) == (i in (0, 4)), i
+        assert (runner.whole.graph is None) == (i in plain), i
         if i in (2, 6):  # the caller's, which later replays must not touch
             kept = found, found.clone()
         if i in (3, 7):
@@ -160,7 +150,7 @@ def check_spans(step):
     ("spec", "schedule"), (*(("pp=2", name) for name in SCHEDULES), ("pp=2,fsdp=2", "1f1b"), ("pp=2,fsdp=2", "zbv"))
 )
 def test_a_pipeline_is_bitwise_what_eager_accumulates(spec, schedule):
-    on_gpus(spec, partial(check, schedule=schedule))
+    on_gpus(spec, partial(check_whole, schedule=schedule, sends="point-to-point"))
 
 
 def _large_messages(mesh):
@@ -240,7 +230,7 @@ def _offloaded(mesh):
             for i in range(4):
                 step(batch_of(i))
             assert step.program.recorded_whole and step._current.runner.whole.graph is not None
-            assert ("prefetch" in step.graphs) == offload
+            assert ("prefetch" in step.graphs) == offload, [r.line() for r in step.report if r.name in ("prefetch_state", "offload_optimizer")]
             held = parallel.held_parameters(model).values()
             found.append([(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in held])
             ends(mesh)

@@ -18,7 +18,6 @@ from collections.abc import Set
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.collectives import RECV, SEND
 from stepgraph.graph.facts import is_mutating, is_random
 from stepgraph.graph.partition import describe, needs_host, split, tensors_of
 from stepgraph.graph.program import StepProgram
@@ -122,8 +121,6 @@ def _needs_host(program: StepProgram, gpu: str) -> str | None:
     """Why the step cannot be one CUDA graph, or None."""
     for name, step in program.graphs.items():
         for node in step.executable.graph.nodes:
-            if node.target in (SEND, RECV):
-                return "process groups send between stages, at the host's calls: take stage_sends=symmetric"
             if reason := needs_host(node, gpu):
                 return f"{describe(node)} of {name}: {reason}"
         writes = Aliases(step.graph).writes
