@@ -1,12 +1,9 @@
 """The process of the command ``stepgraph``, which is ``python -m stepgraph`` too."""
 
-import contextlib
-import os
-import sys
 from typing import NoReturn
 
 from stepgraph.cli import main
-from stepgraph.errors import INTERRUPTED
+from stepgraph.errors import INTERRUPTED, end_process
 
 
 def run() -> NoReturn:
@@ -16,10 +13,7 @@ def run() -> NoReturn:
         main()
     except SystemExit as end:
         if end.code == INTERRUPTED:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):
-                    stream.flush()
-            os._exit(INTERRUPTED)
+            end_process(INTERRUPTED)
         raise
 
 

@@ -32,7 +32,7 @@ from stepgraph.config.command_line import (
 )
 from stepgraph.config.commands import COMMANDS, MORE
 from stepgraph.config.presets import DEFAULT, PRESETS, fine_tuning, settings
-from stepgraph.errors import INTERRUPTED, unknown_name, unknown_option
+from stepgraph.errors import INTERRUPTED, end_process, unknown_name, unknown_option
 from stepgraph.options import StepOptions
 
 if TYPE_CHECKING:
@@ -234,9 +234,7 @@ def _load_torch() -> None:
 
 
 def _end_at_once(*_: object) -> NoReturn:
-    if os.environ.get("RANK", "0") == "0":
-        print("interrupted", file=sys.stderr, flush=True)
-    os._exit(INTERRUPTED)
+    end_process(INTERRUPTED, "interrupted" if os.environ.get("RANK", "0") == "0" else "")
 
 
 def _helped(command: str, words: list[str]) -> bool:

@@ -3,17 +3,36 @@
 import contextlib
 import difflib
 import json
+import os
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 #: The largest JSON or TOML file that is read whole, in bytes: tokenizers of 256k tokens have 40 MB.
 LARGEST_TEXT = 1 << 28
 #: The exit status of a command that Ctrl-C ends where there is nothing to save.
 INTERRUPTED = 130
+#: Seconds that last words may take to leave: whoever reads them may have stopped.
+_LAST_WORDS_S = 5.0
+
+
+def end_process(status: int, message: str = "") -> NoReturn:
+    """End this process at once with ``status``, after what it has printed and ``message`` on stderr. It ends as surely
+    where nobody reads: a closed pipe raises, and a full one blocks."""
+    timer = threading.Timer(_LAST_WORDS_S, os._exit, [status])
+    timer.daemon = True
+    timer.start()
+    with contextlib.suppress(OSError, ValueError):
+        if message:
+            print(message, file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 #: What runs between the line that calls a captured step and a warning about that call.

@@ -17,7 +17,7 @@ import stepgraph
 from stepgraph import parallel
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import repeated_blocks
-from stepgraph.config.device import is_out_of_memory, memory_bytes
+from stepgraph.config.device import is_out_of_memory, memory_bytes, taken_by_others
 from stepgraph.config.hf_weights import check_files, load_hf, load_parts
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.expert_chunks import Chosen, choose
@@ -87,9 +87,10 @@ def empty_model(config: TrainConfig, device: torch.device, mesh: parallel.Mesh |
         if not is_out_of_memory(failure):
             raise
         needs = sum(p.nbytes for p in model.parameters()) / 2**30
+        has = memory_bytes(device) / 2**30
         raise ValueError(
-            f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} has "
-            f"{memory_bytes(device) / 2**30:.1f} GiB; choose a smaller one"
+            f"the model does not fit: its parameters alone take {needs:.1f} GiB, the {device.type} device has "
+            f"{has:.1f} GiB{taken_by_others(device) or '; choose a smaller one'}"
         ) from failure
     return model
 

@@ -38,7 +38,7 @@ def require_memory(config: TrainConfig, device: torch.device) -> None:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
             f"the model does not fit: its parameters alone take {needs / 2**30:.1f} GiB{each}, "
-            f"the {device.type} has {has / 2**30:.1f} GiB; lower dim={model.dim} or n_layers={model.n_layers}"
+            f"the {device.type} device has {has / 2**30:.1f} GiB; lower dim={model.dim} or n_layers={model.n_layers}"
         )
 
 
@@ -74,6 +74,16 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def taken_by_others(device: torch.device) -> str:
+    """The end of a message: what other processes hold of a GPU, where that is a tenth of its memory or more, else "".
+    Less may be this process's own, which torch does not count: contexts, NCCL."""
+    if device.type != "cuda":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return f"; other processes hold {others / 2**30:.1f} GiB of it: end them" if others >= total / 10 else ""
 
 
 def is_out_of_memory(failure: BaseException) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
+from stepgraph.errors import end_process
 from stepgraph.parallel.mesh import Mesh, MeshSpec
 
 #: Collectives that torch's flight recorder keeps: all of a step's, also of a deep model in many microbatches.
@@ -235,9 +236,7 @@ def _alone(_: int, function: Callable[..., None], args: tuple) -> None:
 def leave(status: int) -> NoReturn:
     """End this rank's process at once, its process groups open: closing them waits for ranks and collectives that may
     never come. The agent then ends the other ranks."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    end_process(status)
 
 
 def _take_gpu() -> None:

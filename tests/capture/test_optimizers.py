@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import stepgraph
+from stepgraph.capture.optimizer.master import MasterAdamW
+from stepgraph.capture.optimizer.update import Update
 from stepgraph.lower import lowering
 
 optim = torch.optim
@@ -226,6 +229,49 @@ def test_state_dict_between_eager_and_captured(make, captured_first):
         taker.load_state_dict(giver.state_dict())
     train(second, takers, not captured_first)
     assert all(map(torch.equal, reference.parameters(), second.parameters()))
+
+
+class MemoryEnds(TorchFunctionMode):
+    """The ``n``-th tensor that is made inside finds no memory."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.zeros, torch.zeros_like, torch.Tensor.new_zeros, torch.Tensor.to):
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [*KINDS.values(), of(MasterAdamW)], ids=[*KINDS, "master"])
+def test_captures_after_one_that_found_no_memory_for_state(make, monkeypatch):
+    model = Mixed()
+    plain = copy.deepcopy(model)
+    (optimizer, *others), (expected, *rest) = (
+        got if isinstance(got := make(m), list) else [got] for m in (model, plain)
+    )
+    (batch,) = pairs(n=1)
+    init_state = Update.init_state
+    for n in range(1, 7):
+        ends = MemoryEnds(n)
+
+        def limited(*given, ends=ends):
+            with ends:
+                return init_state(*given)
+
+        monkeypatch.setattr(Update, "init_state", limited)
+        try:
+            stepgraph.capture(model, mse, batch, [optimizer, *others], passes="exact")
+        except torch.OutOfMemoryError:
+            continue
+        assert ends.left > 0
+        break
+    monkeypatch.setattr(Update, "init_state", init_state)
+    stepgraph.capture(model, mse, batch, [optimizer, *others], passes="exact")(batch)
+    stepgraph.capture(plain, mse, batch, [expected, *rest], passes="exact")(batch)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_orthogonalization_stays_visible():

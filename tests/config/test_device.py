@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepgraph.cli import main
-from stepgraph.config.device import device_of
+from stepgraph.config.device import device_of, taken_by_others
 from stepgraph.config.train import TrainConfig
 from stepgraph.models.llama3.llama3 import Llama3Config
 
@@ -53,9 +53,18 @@ def test_a_model_far_beyond_memory_is_one_line_before_anything_is_made(model, sa
 def test_the_memory_of_each_rank_counts():
     sizes = {"n_heads": 128, "n_kv_heads": 128, "ffn_dim": 1 << 16, "vocab_size": 1 << 10, "max_seq_len": 8}
     model = Llama3Config(dim=1 << 14, n_layers=2000, **sizes)
-    with pytest.raises(ValueError, match=r"the model does not fit: .*GiB, the cpu has"):
+    with pytest.raises(ValueError, match=r"the model does not fit: .*GiB, the cpu device has"):
         device_of(TrainConfig(model=model, device="cpu"))
-    with pytest.raises(ValueError, match="on each of 2 ranks, the cpu has"):
+    with pytest.raises(ValueError, match="on each of 2 ranks, the cpu device has"):
         device_of(TrainConfig(model=model, device="cpu", mesh="fsdp=2"))
     many = TrainConfig(model=model, device="cpu", mesh="fsdp=4096")
     assert device_of(many).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("free", "own", "said"), [(1, 2, "; other processes hold 77.0 GiB of it: end them"), (8, 70, "")]
+)
+def test_memory_that_other_processes_hold_is_named(free, own, said, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: own << 30)
+    assert taken_by_others(torch.device("cuda")) == said and taken_by_others(torch.device("cpu")) == ""

@@ -230,7 +230,8 @@ def _offloaded(mesh):
             for i in range(4):
                 step(batch_of(i))
             assert step.program.recorded_whole and step._current.runner.whole.graph is not None
-            assert ("prefetch" in step.graphs) == offload, [r.line() for r in step.report if r.name in ("prefetch_state", "offload_optimizer")]
+            # The last stage, whose step has its peak where the loss is, has no room.
+            assert ("prefetch" in step.graphs) == (offload and mesh.place("pp") == 0)
             held = parallel.held_parameters(model).values()
             found.append([(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in held])
             ends(mesh)

@@ -30,6 +30,7 @@ from stepgraph.bench.train.providers import PROVIDERS, CapturedTraining, Trainin
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import package_versions
 from stepgraph.config.train import TrainConfig
+from stepgraph.errors import end_process
 from stepgraph.run.watch.watch import Watch
 
 #: Steps after the first that are not timed: CUDA graphs are recorded by then, and clocks have settled.
@@ -87,9 +88,7 @@ def _leave(status: int) -> NoReturn:
 
     Source: pytorch issue 115388.
     """
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(status)
+    end_process(status)
 
 
 def timed(

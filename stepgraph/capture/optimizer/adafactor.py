@@ -25,13 +25,13 @@ class AdafactorRule(Rule):
     ) -> dict[str, torch.Tensor]:
         state = optimizer.state[param]
         if not state:
-            state["step"] = torch.zeros((), dtype=count_dtype())
+            made = {"step": torch.zeros((), dtype=count_dtype())}
             if param.ndim > 1:
                 *batch, rows, columns = param.shape
-                state["row_var"] = param.new_zeros(*batch, rows, 1)
-                state["col_var"] = param.new_zeros(*batch, 1, columns)
+                made |= {"row_var": param.new_zeros(*batch, rows, 1), "col_var": param.new_zeros(*batch, 1, columns)}
             else:
-                state["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                made["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            state.update(made)  # all of it or, where memory ends, none
         keys = ("step", "row_var", "col_var") if param.ndim > 1 else ("step", "variance")
         return {key: state[key] for key in keys}
 

@@ -33,9 +33,12 @@ class AdamRule(Rule):
             keys += ("master",)
         state = optimizer.state[param]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            # All of it or, where memory ends, none.
+            state.update(
+                step=torch.zeros((), dtype=torch.float32, device=param.device),
+                exp_avg=torch.zeros_like(param, memory_format=torch.preserve_format),
+                exp_avg_sq=torch.zeros_like(param, memory_format=torch.preserve_format),
+            )
         elif "master" not in keys and state["exp_avg"].dtype != param.dtype:
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} is {param.dtype} and its state in "

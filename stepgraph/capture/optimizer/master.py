@@ -34,10 +34,12 @@ class MasterAdamW(torch.optim.AdamW):
         state = self.state[param]
         if not state:
             fp32 = {"dtype": torch.float32, "memory_format": torch.preserve_format}
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-            state["exp_avg"] = torch.zeros_like(param, **fp32)
-            state["exp_avg_sq"] = torch.zeros_like(param, **fp32)
-            state["master"] = param.detach().to(torch.float32, copy=True)
+            state.update(  # all of it or, where memory ends, none
+                step=torch.zeros((), dtype=torch.float32, device=param.device),
+                exp_avg=torch.zeros_like(param, **fp32),
+                exp_avg_sq=torch.zeros_like(param, **fp32),
+                master=param.detach().to(torch.float32, copy=True),
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``Optimizer.load_state_dict``, which would round fp32 state to the parameters' dtype."""

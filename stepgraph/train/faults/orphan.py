@@ -2,9 +2,10 @@
 and they would train on next to the run that is resumed, or wait for its store forever."""
 
 import os
-import sys
 import threading
 import time
+
+from stepgraph.errors import end_process
 
 #: Names the launcher's process to the ranks that ``--nproc`` starts.
 LAUNCHER = "STEPGRAPH_LAUNCHER"
@@ -23,6 +24,5 @@ def end_with_launcher() -> None:
 def _wait_for_end(launcher: int) -> None:
     while os.getppid() == launcher:  # the kernel gives an orphan another parent
         time.sleep(_POLL_S)
-    print(f"error: rank {os.environ['RANK']} (pid {os.getpid()}): its launcher (pid {launcher}) is gone; the run goes "
-          "on with --resume", file=sys.stderr, flush=True)  # fmt: skip
-    os._exit(1)
+    who = f"rank {os.environ['RANK']} (pid {os.getpid()})"
+    end_process(1, f"error: {who}: its launcher (pid {launcher}) is gone; the run continues with --resume")

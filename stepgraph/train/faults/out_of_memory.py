@@ -4,7 +4,7 @@ import re
 import traceback
 from collections.abc import Callable
 
-from stepgraph.config.device import is_out_of_memory, memory_bytes
+from stepgraph.config.device import is_out_of_memory, memory_bytes, pick_device, taken_by_others
 from stepgraph.config.train import TrainConfig
 from stepgraph.lower import StepSpec, peak_bytes_by_policy
 
@@ -17,7 +17,7 @@ def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[]
 
     ``step`` makes what the step is, an example of its batch included.
     """
-    asked = f"out of memory: asked for {asked_for(failure)}"
+    asked = f"out of memory: asked for {asked_for(failure)}{taken_by_others(pick_device(config.device))}"
     traceback.clear_frames(failure.__traceback__)  # they hold the failed step's activations
     try:
         spec = step()

@@ -1,0 +1,29 @@
+"""A rank whose launcher is gone ends, whoever reads what it says last."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ORPHAN = """
+import os
+from stepgraph.train.faults import orphan
+os.environ["RANK"] = "x" * int(os.environ["MANY"])
+orphan._wait_for_end(1)  # which is not this process's parent
+"""
+
+
+@pytest.mark.parametrize("many", [1, 1 << 20], ids=["nobody reads", "the reader has stopped"])
+def test_an_orphan_ends_where_its_last_words_cannot_leave(many):
+    read, write = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", ORPHAN], stderr=write, env=os.environ | {"MANY": str(many)})
+    os.close(write)
+    if many == 1:
+        os.close(read)
+    try:
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        if many > 1:
+            os.close(read)
