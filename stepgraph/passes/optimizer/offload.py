@@ -103,7 +103,8 @@ def offload_optimizer(step: StepGraph, options: OffloadOptions, report: PassRepo
         f"updates in {len(sizes)} parts of at most {max(sizes.values(), default=0) / 2**20:.1f} MiB, "
         f"{report.added_s * 1e3:.2f} ms more for each step"
     )
-    if options.host is None and (line := host_text(next(iter(state)).meta["val"].device)):
+    parameter = step.placeholders(Parameter)[0]  # the state may be on the host already
+    if options.host is None and (line := host_text(parameter.meta["val"].device)):
         report.notes.append(line)
 
 
