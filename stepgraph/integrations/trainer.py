@@ -317,7 +317,7 @@ class GraphTrainer(Trainer):
         count, optimizer = len(microbatches), getattr(self.optimizer, "optimizer", self.optimizer)
         key = count, self._class, max(self.args.max_grad_norm, 0), optimizer
         often = key not in self._steps and len(self._steps) >= _CAPTURES
-        if often or self._changes_gradients() or len({_form(batch) for batch in microbatches}) > 1:
+        if often or self._changes_gradients(model) or len({_form(batch) for batch in microbatches}) > 1:
             return self._gradients_apart(model, microbatches, count)
         batch = _together(microbatches)
         if key not in self._steps:
@@ -354,13 +354,14 @@ class GraphTrainer(Trainer):
             logged += loss
         return losses[-1]
 
-    def _changes_gradients(self) -> bool:
-        """Whether a callback, a ``training_step`` or clipping that is replaced may read or change gradients."""
+    def _changes_gradients(self, model: nn.Module) -> bool:
+        """Whether a callback, or a replaced ``training_step``, clipping or ``zero_grad``, may read or change gradients."""
         own = ("_clip_grad_norm", "_get_grad_norm")
         return (
             self._calls("on_pre_optimizer_step")
             or self._calls("on_optimizer_step")
             or _is_replaced(self, "training_step", GraphTrainer)
+            or _is_replaced(model, "zero_grad", nn.Module)
             or _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator)
             or any(_is_replaced(self, name, Trainer) for name in own if hasattr(Trainer, name))
         )
@@ -373,7 +374,7 @@ class GraphTrainer(Trainer):
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
         alike = len({_form(batch) for batch in microbatches}) == 1
         if alike:
-            why, fix = "a callback, clipping or training_step may change gradients", "leave it out"
+            why, fix = "a callback, clipping, training_step or zero_grad may change gradients", "leave it out"
         else:
             why = "microbatches of one step differ in shape, or in values that are no rows"
             fix = "pad to one length and give dataloader_drop_last=True"

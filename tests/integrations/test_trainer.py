@@ -550,6 +550,15 @@ def step_by_hand(trainer):
     trainer.training_step = training_step
 
 
+def fade_gradients(trainer):
+    def zero_grad(set_to_none=True):
+        for param in trainer.model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+    trainer.model.zero_grad = zero_grad
+
+
 def encoded(rows):
     return transformers.BatchEncoding({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
 
@@ -573,6 +582,8 @@ class ReadsAttributes:
         {"prepare": halve},
         {"prepare": schedule_free},
         {"prepare": step_by_hand},
+        {"prepare": fade_gradients},
+        {"prepare": fade_gradients, "gradient_accumulation_steps": 2},
         {"mixin": ReadsAttributes, "collate": encoded},
         {"nan": (5, 12), "gradient_accumulation_steps": 2, "max_steps": 8},
         {"nan": (5, 12), "gradient_accumulation_steps": 4, "logging_steps": 3},
