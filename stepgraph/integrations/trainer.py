@@ -355,7 +355,7 @@ class GraphTrainer(Trainer):
         return losses[-1]
 
     def _changes_gradients(self, model: nn.Module) -> bool:
-        """Whether a callback, or a replaced ``training_step``, clipping or ``zero_grad``, may read or change gradients."""
+        """Whether a callback, or a replaced ``training_step``, clipping or ``zero_grad``, may change gradients."""
         own = ("_clip_grad_norm", "_get_grad_norm")
         return (
             self._calls("on_pre_optimizer_step")
