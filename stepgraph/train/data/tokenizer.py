@@ -9,7 +9,10 @@ import numpy as np
 import tokenizers
 
 from stepgraph.errors import parse, require_file
+from stepgraph.models.hf_files import read_json
 
+#: Beside a tokenizer.json: what its tokens are for.
+SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 END_OF_TEXT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
 #: Characters that a tokenizer may make of one before it cuts a text into tokens.
@@ -61,7 +64,8 @@ class JsonTokenizer:
     """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
 
     No special tokens are added, and text that merely spells one (``</s>`` in a document) is encoded as plain text, so
-    the end-of-text id appears in a stream only where a document ends. Truncation and padding saved in the file are
+    the end-of-text id appears in a stream only where a document ends. It is one of the usual names, else what the
+    settings next to the file call ``eos_token``. Truncation and padding saved in the file are
     disabled: they would drop tokens, or add some.
 
     Raises:
@@ -94,12 +98,18 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        eos = next((name for name in END_OF_TEXT_NAMES if name in vocabulary), None)
+        beside = _named_beside(Path(path))
+        eos = next((name for name in (*END_OF_TEXT_NAMES, beside) if name in vocabulary), None)
         if eos is None:
-            raise ValueError(f"tokenizer {path} has no end-of-text token: add one of {', '.join(END_OF_TEXT_NAMES)}")
+            usual = ", ".join(END_OF_TEXT_NAMES)
+            raise ValueError(
+                f"tokenizer {path} has no end-of-text token: name one of its tokens eos_token in {SETTINGS} next to it, "
+                f"or add one of {usual}"
+            )
         self.eos_id = vocabulary[eos]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self.fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
+        own = content if eos in END_OF_TEXT_NAMES else content + eos.encode()
+        self.fingerprint = hashlib.blake2b(own, digest_size=8).hexdigest()
 
     def encode(self, document: bytes | str) -> np.ndarray:
         """Token ids, int32 (N,); bytes that are not UTF-8 are read as U+FFFD."""
@@ -115,6 +125,15 @@ class JsonTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """The text of token ids (N,), without special tokens."""
         return self._tokenizer.decode(_checked_ids(ids, self).tolist(), skip_special_tokens=True)
+
+
+def _named_beside(path: Path) -> str | None:
+    """The token that the settings next to a tokenizer call ``eos_token``, as transformers has them."""
+    for name in (SETTINGS, SPECIAL):
+        value = read_json(path.parent / name).get("eos_token") if (path.parent / name).exists() else None
+        if isinstance(text := value.get("content") if isinstance(value, dict) else value, str):
+            return text
+    return None
 
 
 def _require_bounded(file: Any) -> None:

@@ -8,10 +8,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from stepgraph.models.hf_files import read_json, write_json
-from stepgraph.train.data.tokenizer import open_tokenizer
+from stepgraph.train.data.tokenizer import SETTINGS, SPECIAL, open_tokenizer
 
 BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
-SETTINGS, SPECIAL, GENERATION = "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"
+GENERATION = "generation_config.json"
 #: Tokenizers of transformers whose special tokens are only the ones that the settings name.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 #: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.

@@ -365,9 +365,27 @@ def test_bad_tokenizers_are_refused(tmp_path, tokenizer_json):
         ("", "is not valid JSON"),
         ('{"model": {"type": "None"}}', "is not a tokenizer of the `tokenizers` library"),
         ("[]", "is not a tokenizer of the `tokenizers` library"),
-        (content.replace("<|endoftext|>", "<other>"), "has no end-of-text token: add one of <|end_of_text|>"),
+        (content.replace("<|endoftext|>", "<other>"), "has no end-of-text token: name one of its tokens eos_token in"),
     ]:
         path.write_text(bad)
         assert reason in message(path)
     path.write_bytes(content.encode("utf-16"))
     assert "is not valid JSON ('utf-8' codec" in message(path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_the_end_of_text_is_what_the_settings_name_where_no_usual_name_is_there(file, tmp_path, tokenizer_json):
+    content, path = tokenizer_json.read_text(), tmp_path / "tokenizer.json"
+    path.write_text(content.replace("<|endoftext|>", "<other>"))
+    for named in ("<other>", {"content": "<other>", "special": True}):
+        (tmp_path / file).write_text(json.dumps({"eos_token": named}))
+        found = open_tokenizer(str(path))
+        assert found.eos_id == open_tokenizer(str(tokenizer_json)).eos_id
+    (tmp_path / file).write_text(json.dumps({"eos_token": "a"}))  # an ordinary token, which is another end
+    assert open_tokenizer(str(path)).fingerprint != found.fingerprint
+    path.write_text(content)
+    assert open_tokenizer(str(path)).fingerprint == open_tokenizer(str(tokenizer_json)).fingerprint
+    (tmp_path / file).write_text("[]")
+    path.write_text(content.replace("<|endoftext|>", "<other>"))
+    with pytest.raises(ValueError, match=f"{file} holds a list, not a JSON object"):
+        open_tokenizer(str(path))
