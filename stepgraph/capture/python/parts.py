@@ -1,5 +1,6 @@
 """The parts of Python values: what can be read from a function, an object or a container, and how."""
 
+import builtins
 import collections
 import contextlib
 import dis
@@ -136,9 +137,9 @@ def parts_of_function(function: types.FunctionType) -> Iterator[Part]:
         return
     held, deep = function.__globals__, is_of_program(code.co_filename)
     for name in _names(code)[0]:
-        if name in held:
+        if name in held or not hasattr(builtins, name):
             where = f"{held.get('__name__')}.{name}"
-            yield Part(where, held[name], "item", held, name, absolute=True, deep=deep)
+            yield Part(where, held.get(name, values.ABSENT), "item", held, name, absolute=True, deep=deep)
     for name in _imported(code, held.get("__package__")) if deep else ():
         if name in sys.modules:
             yield Part(name, sys.modules[name], "item", sys.modules, name, absolute=True)

@@ -8,6 +8,8 @@ What the trace changed there is set back at its end, and `Reads.changes` says wh
 """
 
 import contextlib
+import contextvars
+import ctypes
 import os
 import sys
 from collections import defaultdict, deque
@@ -15,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture.python import parts, values
 from stepgraph.capture.python.host_random import HostRandom
-from stepgraph.capture.python.places import is_of_program, of_program
+from stepgraph.capture.python.places import counted_module, is_of_program, of_program
 from stepgraph.capture.python.tensor_types import TYPE, TensorTypes
 from stepgraph.capture.python.torch_random import GeneratorCalls
 from stepgraph.capture.python.values import ABSENT, kind_of
@@ -42,7 +45,10 @@ class Change(NamedTuple):
         """Put ``value`` where the change is."""
         if self.key is None:
             _refill(self.holder, value)
-        elif isinstance(self.holder, dict):
+        elif isinstance(self.holder, contextvars.ContextVar):
+            if value is not ABSENT:  # a context variable that once had a value has one
+                self.holder.set(value)
+        elif isinstance(self.holder, (dict, os._Environ)):
             self.holder.pop(self.key, None) if value is ABSENT else self.holder.__setitem__(self.key, value)
         elif value is ABSENT:
             (delattr if isinstance(self.holder, type) else object.__delattr__)(self.holder, self.key)
@@ -61,6 +67,10 @@ class Reads:
         #: (id of a holder, key): where it is, the holder, the key, the value.
         self._before: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         self._whole: dict[int, tuple[str, Any, list]] = {}
+        #: Keys of dictionaries of which some do not count, and of the names of Python's modules.
+        self._keys: dict[int, set[str]] = {}
+        #: Arrays and context variables: where it is, itself, the value.
+        self._values: dict[int, tuple[str, Any, Any]] = {}
         self._caches: list[tuple[Any, int]] = []
         self._noting: dict[type, Any] = {}
         self._named: set[str] = set()
@@ -77,6 +87,7 @@ class Reads:
     def noted(self) -> Iterator[None]:
         """Note what is read inside. What it changes of what was met, but for the model's own, is set back."""
         self._is_noted = True
+        self._variables = dict(os.environ)
         environment = type(os.environ)
         variable, names, size = environment.__getitem__, environment.__iter__, environment.__len__
         environment.__getitem__ = lambda environ, name: self._see_variable(lambda e: variable(e, name), environ, name)
@@ -90,6 +101,8 @@ class Reads:
                 self._met[id(module)] = module
                 own = {key: value for key, value in vars(module).items() if not parts.is_torchs(module, key)}
                 self._keep_dict(path, vars(module), own)
+                self._keys[id(vars(module))] = set(vars(module))
+                self._whole.setdefault(id(vars(module)), (path, vars(module), None))
                 for held in parts_registered(vars(module)):  # they hold the trace's tensors inside, and only there
                     self._met[id(held)] = held
             for cls in dict.fromkeys(map(type, self.model.modules())):
@@ -226,6 +239,8 @@ class Reads:
                 self.random.add(path.removesuffix(".__self__"), value)
                 if isinstance(value, torch.Generator):
                     self.generators.meet()
+                if kind == "buffer" and not values.holds_objects(value) and values.size_of(value) <= values.LARGEST:
+                    self._values.setdefault(id(value), (path, value, _copy(value)))
                 continue
             self._met[id(value)] = value
             if kind == "module":
@@ -238,6 +253,9 @@ class Reads:
                 held = values.held_by(value)
                 if held is not None:
                     self._keep_dict(path, held)
+                for name in values.slots_of(type(value)):
+                    now = getattr(value, name, ABSENT)
+                    self._before.setdefault((id(value), name), (f"{path}.{name}", value, name, now))
                 found = parts.parts_of_instance(value, None) if not self._is_seen(type(value)) else ()
                 found = [*found, *self._of_class(type(value))]
             elif kind == "plain object":
@@ -256,9 +274,14 @@ class Reads:
                     self._note_class(value)  # the trace may make objects of it
                 found = [*self._of_class(value), *self._of_class(type(value))]
             elif kind == "namespace":
+                self._keys.setdefault(id(vars(value)), set(vars(value)))
                 found = list(parts.parts_of_namespace(value, self._named))
             else:
+                if isinstance(value, contextvars.ContextVar):
+                    self._values[id(value)] = (f"{path}()", value, value.get(ABSENT))
                 if kind == "function":
+                    if is_of_program(value.__code__.co_filename):
+                        self._keep_dict(path, vars(value))
                     self._named |= (named := parts.attributes_named(value))
                     self.types.add(value)
                     if "default_generator" in named:
@@ -307,11 +330,28 @@ class Reads:
         own = {id(value) for module in self.model.modules() for value in vars(module).values()}
         for holder_id, (where, holder, before) in self._whole.items():
             if before is None:
-                for key in [key for key in holder if (holder_id, key) not in self._before]:
+                known = self._keys.get(holder_id, ())
+                for key in [key for key in holder if (holder_id, key) not in self._before and key not in known]:
+                    owner = self._met.get(owners.get(holder_id, 0))
+                    if key.startswith("_torchdynamo") or (isinstance(owner, nn.Module) and parts.is_torchs(owner, key)):
+                        continue
                     place = f"{where}.{key}" if where else key
                     found.append(Change(place, holder, key, ABSENT, holder[key], holder_id in self._of_model))
             elif not _same_content(before, now := _content(holder)):
                 found.append(Change(where, holder, None, before, now, holder_id in own and values.fake_inside(now)))
+        for where, holder, before in self._values.values():
+            now = holder.get(ABSENT) if isinstance(holder, contextvars.ContextVar) else _copy(holder)
+            if not _same(before, now):
+                key = "value" if isinstance(holder, contextvars.ContextVar) else None
+                found.append(Change(where, holder, key, before, now, False))
+        for name in set(os.environ) | set(self._variables) if None in self._environment else self._environment:
+            old, new = self._variables.get(name, ABSENT), os.environ.get(name, ABSENT)
+            if old is not new and old != new:
+                found.append(Change(f"os.environ[{name!r}]", os.environ, name, old, new, False))
+        for module in [value for value in self._met.values() if kind_of(type(value)) == "namespace"]:
+            for key in self._named & vars(module).keys() - self._keys.get(id(vars(module)), set()):
+                if kind_of(type(new := vars(module)[key])) not in values.CODE and counted_module(module):
+                    found.append(Change(f"{module.__name__}.{key}", vars(module), key, ABSENT, new, False))
         # What torch.autocast keeps between __enter__ and __exit__, of an object that is entered again and again.
         own = {id(vars(value)) for value in list(self._met.values()) if issubclass(type(value), torch.autocast)}
         found = [change for change in found if id(change.holder) not in own or not str(change.key).startswith("prev")]
@@ -345,9 +385,28 @@ def _same_content(before: Any, now: Any) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
-    return old is new or (kind_of(type(old)) == "atom" and values.equal(old, new))
+    if old is new:
+        return True
+    kind = kind_of(type(old))
+    if kind == "buffer":
+        return kind_of(type(new)) == "buffer" and values.content(old) == values.content(new)
+    return kind == "atom" and values.equal(old, new)
+
+
+def _copy(buffer: Any) -> Any:
+    """A copy of an array that holds no objects."""
+    if isinstance(buffer, memoryview):
+        return memoryview(bytes(buffer))
+    is_c = isinstance(buffer, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure))
+    return type(buffer).from_buffer_copy(buffer) if is_c else buffer.copy() if hasattr(buffer, "copy") else buffer[:]
 
 
 def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)):
+        ctypes.memmove(ctypes.addressof(container), ctypes.addressof(content), ctypes.sizeof(container))
+        return
+    if kind_of(type(container)) == "buffer":
+        container[... if isinstance(container, np.ndarray) else slice(None)] = content
+        return
     container.clear()
     (container.extend if hasattr(container, "extend") else container.update)(content)

@@ -122,6 +122,14 @@ def is_slot(found: Any) -> bool:
     return isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
+def slots_of(cls: type) -> list[str]:
+    """The places that classes of the user's or of a package give their objects in ``__slots__``."""
+    bases = [base for base in cls.__mro__ if base.__flags__ & _HEAP and not of_library(base.__module__)]
+    return [
+        name for base in bases for name, found in vars(base).items() if isinstance(found, types.MemberDescriptorType)
+    ]
+
+
 def elements(container: Any) -> list[Any]:
     """What a container holds, keys of mappings first, or what a reference refers to; a class of its own has no say."""
     if isinstance(container, dict):

@@ -103,5 +103,6 @@ def check(first: Sequence[Change], second: Sequence[Change], same: bool) -> None
 def _short(value: Any) -> str:
     if value is ABSENT:
         return "nothing"
-    text = repr(value) if kind_of(type(value)) == "atom" or isinstance(value, (list, dict)) else type(value).__name__
+    shown = kind_of(type(value)) in ("atom", "buffer") or isinstance(value, (list, dict))
+    text = repr(value) if shown else type(value).__name__
     return text if len(text) <= 100 else f"{text[:97]}..."

@@ -103,7 +103,7 @@ class JsonTokenizer:
         if eos is None:
             usual = ", ".join(END_OF_TEXT_NAMES)
             raise ValueError(
-                f"tokenizer {path} has no end-of-text token: name one of its tokens eos_token in {SETTINGS} next to it, "
+                f"tokenizer {path} has no end-of-text token: name one of its tokens eos_token in {SETTINGS} beside it, "
                 f"or add one of {usual}"
             )
         self.eos_id = vocabulary[eos]

@@ -1,9 +1,14 @@
 """What Python decides in a step is seen: drawn on the host, counted in forward, or changed since the capture."""
 
+import array
+import contextvars
 import copy
+import ctypes
 import inspect
+import os
 import random
 import re
+import types
 import warnings
 
 import numpy as np
@@ -176,6 +181,107 @@ def test_what_forward_counts_is_refused_where_it_matters(function, message, accu
         stepgraph.capture(model, loss_fn, torch.randn(4, 6), optimizer, passes="exact", accumulate=accumulate)
     assert "\n" not in str(caught.value)
     assert vars(model[1]) == before and not optimizer.state
+
+
+VARIABLE, UNSET = contextvars.ContextVar("count", default=1), contextvars.ContextVar("unset")
+ITEMS = {"numpy": np.ones(1), "bytes": bytearray(b"\x01"), "array": array.array("d", [1.0])}
+ITEMS |= {"view": memoryview(bytearray(b"\x01")), "c array": (ctypes.c_int * 1)(1)}
+NUMBER = ctypes.c_int(1)
+OUTSIDE = types.ModuleType("outside")
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+
+SLOTTED = Slotted()
+
+
+def in_a_variable(model):
+    VARIABLE.set(VARIABLE.get() + 1)
+    return VARIABLE.get()
+
+
+def in_a_variable_without_a_value(model):
+    UNSET.set(UNSET.get(0) + 1)
+    return UNSET.get()
+
+
+def in_the_environment(model):
+    os.environ["COUNT_OF_CALLS"] = str(1 + int(os.environ.get("COUNT_OF_CALLS", "0")))
+    return int(os.environ["COUNT_OF_CALLS"])
+
+
+def in_its_own_attribute(model):
+    in_its_own_attribute.count = getattr(in_its_own_attribute, "count", 0) + 1
+    return in_its_own_attribute.count
+
+
+def in_a_slot(model):
+    SLOTTED.count = getattr(SLOTTED, "count", 0) + 1
+    return SLOTTED.count
+
+
+def in_a_new_attribute_of_a_module(model):
+    model[0].count = getattr(model[0], "count", 0) + 1
+    return model[0].count
+
+
+def in_a_new_global(model):
+    globals()["COUNT"] = globals().get("COUNT", 0) + 1
+    return globals()["COUNT"]
+
+
+def in_a_python_module(model):
+    OUTSIDE.count = getattr(OUTSIDE, "count", 0) + 1
+    return OUTSIDE.count
+
+
+def in_a_number_of_c(model):
+    NUMBER.value += 1
+    return NUMBER.value
+
+
+def in_an_item(name):
+    held = ITEMS[name]
+
+    def count(model):
+        held[0] += 1
+        return float(held[0])
+
+    return count
+
+
+COUNTS = {
+    function.__name__: function
+    for function in (
+        in_a_variable, in_a_variable_without_a_value, in_the_environment, in_its_own_attribute, in_a_slot,
+        in_a_new_attribute_of_a_module, in_a_new_global, in_a_python_module, in_a_number_of_c,
+    )
+} | {name: in_an_item(name) for name in ITEMS}  # fmt: skip
+
+
+@pytest.mark.parametrize("matters", [True, False])
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_a_count_wherever_it_is_kept_is_refused(count, matters, monkeypatch):
+    """Whether it changes the step, or only what later code finds there, which of the model's own attributes is told.
+    What the capture counted is set back."""
+    monkeypatch.delenv("COUNT_OF_CALLS", raising=False)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    before = count(model)
+
+    def loss(model, x):
+        n = count(model)
+        return loss_fn(model, x) * (n if matters else 1)
+
+    told = count is in_a_new_attribute_of_a_module and not matters
+    with (
+        pytest.warns(UserWarning, match="counts in Python, and a captured step leaves it at 1")
+        if told
+        else pytest.raises(CaptureError, match=r"counts in Python: |forward sets |the loss sets ")
+    ):
+        stepgraph.capture(model, loss, torch.randn(2, 6))
+    assert count(model) == before + 1
 
 
 def keeps_a_length(self, x):
