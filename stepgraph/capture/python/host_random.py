@@ -1,9 +1,10 @@
 """The random generators of the host: Python's ``random`` and NumPy's. Their numbers would be constants of a graph."""
 
+import contextlib
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -11,6 +12,34 @@ from torch import nn
 
 #: A generator: how to read its state, and how to set it.
 _Access = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+class _Entropy:
+    """Counts how often the user's code draws from the system, which has no state: by ``os.urandom``, ``secrets``,
+    ``uuid`` and generators that are given no seed."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    @contextlib.contextmanager
+    def counted(self, is_user_file: Callable[[str], bool]) -> Iterator[None]:
+        plain = os.urandom
+
+        def urandom(size: int) -> bytes:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and _is_library(frame.f_code.co_filename):
+                frame = frame.f_back
+            self.drawn += frame is not None and is_user_file(frame.f_code.co_filename)
+            return plain(size)
+
+        setattr(os, "urandom", urandom), setattr(random, "_urandom", urandom)
+        try:
+            yield
+        finally:
+            setattr(os, "urandom", plain), setattr(random, "_urandom", plain)
+
+
+ENTROPY = _Entropy()
 
 
 class HostRandom:
@@ -55,7 +84,10 @@ class HostRandom:
 
 
 def _accesses(model: nn.Module | None) -> dict[str, _Access]:
-    found: dict[str, _Access] = {"Python's random": (random.getstate, random.setstate)}
+    found: dict[str, _Access] = {
+        "Python's random": (random.getstate, random.setstate),
+        "the system's entropy": (lambda: ENTROPY.drawn, lambda drawn: setattr(ENTROPY, "drawn", drawn)),
+    }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy.random"] = (numpy.random.get_state, numpy.random.set_state)
@@ -69,6 +101,8 @@ def _accesses(model: nn.Module | None) -> dict[str, _Access]:
 
 def _access(value: Any, numpy: Any) -> _Access | None:
     """How to read and set the state of ``value``, if it is a generator of the host."""
+    if isinstance(value, random.SystemRandom):
+        return None  # see `_Entropy`
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     if numpy is None:

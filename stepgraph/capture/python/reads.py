@@ -23,7 +23,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture.python import parts, values
-from stepgraph.capture.python.host_random import HostRandom
+from stepgraph.capture.python.host_random import ENTROPY, HostRandom
 from stepgraph.capture.python.places import counted_module, is_of_program, of_program
 from stepgraph.capture.python.tensor_types import TYPE, TensorTypes
 from stepgraph.capture.python.torch_random import GeneratorCalls
@@ -51,7 +51,10 @@ class Change(NamedTuple):
         elif isinstance(self.holder, (dict, os._Environ)):
             self.holder.pop(self.key, None) if value is ABSENT else self.holder.__setitem__(self.key, value)
         elif value is ABSENT:
-            (delattr if isinstance(self.holder, type) else object.__delattr__)(self.holder, self.key)
+            if not isinstance(self.holder, type):
+                object.__delattr__(self.holder, self.key)
+            elif self.key in vars(self.holder):  # once: it is met as what its class and one of a lower one have
+                delattr(self.holder, self.key)
         else:
             setattr(self.holder, self.key, value)
 
@@ -94,6 +97,8 @@ class Reads:
         environment.__iter__ = lambda environ: self._see_variable(names, environ, None)
         environment.__len__ = lambda environ: self._see_variable(size, environ, None)
         torch.Tensor.tolist = self._list  # it reads memory: no operator is called
+        entropy = contextlib.ExitStack()
+        entropy.enter_context(ENTROPY.counted(is_of_program))
         try:
             for cls in (nn.Module, *self._classes):
                 self._note_class(cls)
@@ -116,6 +121,7 @@ class Reads:
             yield
         finally:
             self._is_noted = False
+            entropy.close()
             environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
             del torch.Tensor.tolist
             for cls, before in self._noting.items():
@@ -259,6 +265,8 @@ class Reads:
                 found = parts.parts_of_instance(value, None) if not self._is_seen(type(value)) else ()
                 found = [*found, *self._of_class(type(value))]
             elif kind == "plain object":
+                if (held := values.held_by(value)) is not None:
+                    self._keep_dict(path, held)
                 found = [*parts.parts_of_instance(value, None), *self._of_class(type(value))]
             elif kind == "container":
                 if len(value) > values.LARGEST:

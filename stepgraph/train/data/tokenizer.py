@@ -103,8 +103,8 @@ class JsonTokenizer:
         if eos is None:
             usual = ", ".join(END_OF_TEXT_NAMES)
             raise ValueError(
-                f"tokenizer {path} has no end-of-text token: name one of its tokens eos_token in {SETTINGS} beside it, "
-                f"or add one of {usual}"
+                f"tokenizer {path} has no end-of-text token: name one of its tokens eos_token in {SETTINGS} next to "
+                f"it, or add one of {usual}"
             )
         self.eos_id = vocabulary[eos]
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps

@@ -4,10 +4,12 @@ import array
 import contextvars
 import copy
 import ctypes
+import enum
 import inspect
 import os
 import random
 import re
+import secrets
 import types
 import warnings
 
@@ -72,6 +74,22 @@ def own_python_generator(self, x):
     return x * self.generator.gauss(0, 1)
 
 
+def system_bytes(self, x):
+    return x * os.urandom(1)[0]
+
+
+def system_generator(self, x):
+    return x * random.SystemRandom().random()
+
+
+def system_secret(self, x):
+    return x * secrets.randbelow(1 << 30)
+
+
+def generator_without_a_seed(self, x):
+    return x * np.random.default_rng().random()
+
+
 def host_state():
     return random.getstate(), str(np.random.get_state())
 
@@ -85,6 +103,10 @@ def host_state():
         (python_integer, "Python's random"),
         (own_generator, r"the generator 1\.numpy_generator"),
         (own_python_generator, r"the generator 1\.generator"),
+        (system_bytes, "the system's entropy"),
+        (system_generator, "the system's entropy"),
+        (system_secret, "the system's entropy"),
+        (generator_without_a_seed, "the system's entropy"),
     ],
 )
 def test_random_numbers_of_the_host_are_refused_at_their_line(function, generator, accumulate):
@@ -194,7 +216,15 @@ class Slotted:
     __slots__ = ("count",)
 
 
-SLOTTED = Slotted()
+class Choice(enum.Enum):
+    FIRST = 1
+
+
+class Number(int):
+    pass
+
+
+SLOTTED, THREE = Slotted(), Number(3)
 
 
 def in_a_variable(model):
@@ -237,6 +267,21 @@ def in_a_python_module(model):
     return OUTSIDE.count
 
 
+def in_an_attribute_of_an_enum(model):
+    Choice.FIRST.count = getattr(Choice.FIRST, "count", 0) + 1
+    return Choice.FIRST.count
+
+
+def in_an_attribute_of_a_number(model):
+    THREE.count = getattr(THREE, "count", 0) + 1
+    return THREE.count
+
+
+def in_a_new_attribute_of_a_class(model):
+    Slotted.calls = getattr(Slotted, "calls", 0) + 1
+    return Slotted.calls
+
+
 def in_a_number_of_c(model):
     NUMBER.value += 1
     return NUMBER.value
@@ -257,6 +302,7 @@ COUNTS = {
     for function in (
         in_a_variable, in_a_variable_without_a_value, in_the_environment, in_its_own_attribute, in_a_slot,
         in_a_new_attribute_of_a_module, in_a_new_global, in_a_python_module, in_a_number_of_c,
+        in_an_attribute_of_an_enum, in_an_attribute_of_a_number, in_a_new_attribute_of_a_class,
     )
 } | {name: in_an_item(name) for name in ITEMS}  # fmt: skip
 
