@@ -60,7 +60,7 @@ class Pair:
         for i in range(STEPS):
             batch = self.batches[i % 2]
             torch.manual_seed(i)
-            expected = eager_step(self.model, loss_fn, batch, self.optimizers[0], 1.0, step.accumulate)
+            expected = eager_step(self.model, loss_fn, batch, self.optimizers[0], 1.0, step.spec.accumulate)
             torch.manual_seed(i)
             found += [(expected[0], step(batch)), (expected[1], step.metrics["grad_norm"])]
         return found
