@@ -260,7 +260,7 @@ class Reads:
                 if held is not None:
                     self._keep_dict(path, held)
                 for name in values.slots_of(type(value)):
-                    now = getattr(value, name, ABSENT)
+                    now = values.in_slot(value, name)
                     self._before.setdefault((id(value), name), (f"{path}.{name}", value, name, now))
                 found = parts.parts_of_instance(value, None) if not self._is_seen(type(value)) else ()
                 found = [*found, *self._of_class(type(value))]
@@ -327,6 +327,8 @@ class Reads:
         for (holder_id, _), (where, holder, key, old) in self._before.items():
             if isinstance(holder, type):
                 new = vars(holder).get(key, ABSENT)
+            elif key in values.slots_of(type(holder)):
+                new = values.in_slot(holder, key)
             else:
                 new = dict.get(holder, key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
             if new is not old and not _same(old, new):

@@ -122,12 +122,20 @@ def is_slot(found: Any) -> bool:
     return isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType))
 
 
-def slots_of(cls: type) -> list[str]:
+@functools.lru_cache(maxsize=1 << 12)
+def slots_of(cls: type) -> frozenset[str]:
     """The places that classes of the user's or of a package give their objects in ``__slots__``."""
     bases = [base for base in cls.__mro__ if base.__flags__ & _HEAP and not of_library(base.__module__)]
-    return [
-        name for base in bases for name, found in vars(base).items() if isinstance(found, types.MemberDescriptorType)
-    ]
+    places = (item for base in bases for item in vars(base).items())
+    return frozenset(name for name, found in places if isinstance(found, types.MemberDescriptorType))
+
+
+def in_slot(value: Any, name: str) -> Any:
+    """What an object has in a slot, read past what its class does to reads; `ABSENT` for nothing."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return ABSENT
 
 
 def elements(container: Any) -> list[Any]:

@@ -330,6 +330,24 @@ def test_a_count_wherever_it_is_kept_is_refused(count, matters, monkeypatch):
     assert count(model) == before + 1
 
 
+class Settings:
+    __slots__ = ("label", "scale")
+
+    def __init__(self):
+        self.scale, self.label = 2.0, "first"
+
+
+def test_a_slot_that_no_step_reads_may_change(traces):
+    settings = Settings()
+    step = stepgraph.capture(build(lambda self, x: x * settings.scale), loss_fn, torch.randn(2, 6), passes="exact")
+    settings.label = "second"
+    first = step(torch.ones(2, 6))
+    assert len(traces) == 1
+    settings.scale = 3.0
+    with pytest.warns(UserWarning, match=r"settings\.scale changed from 2\.0 to 3\.0: the step is captured again"):
+        assert step(torch.ones(2, 6)) != first
+
+
 def keeps_a_length(self, x):
     if self.length is None:
         self.length = x.shape[0]
