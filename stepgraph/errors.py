@@ -16,23 +16,24 @@ from typing import Any, ClassVar, NoReturn
 LARGEST_TEXT = 1 << 28
 #: The exit status of a command that Ctrl-C ends where there is nothing to save.
 INTERRUPTED = 130
-#: Seconds that last words may take to leave: whoever reads them may have stopped.
+#: Seconds after which a process that is to end no longer waits for the reader of its output.
 _LAST_WORDS_S = 5.0
 
 
 def end_process(status: int, message: str = "") -> NoReturn:
-    """End this process at once with ``status``, after what it has printed and ``message`` on stderr. It ends as surely
-    where nobody reads: a closed pipe raises, and a full one blocks."""
+    """Write ``message`` to stderr, flush both streams and end this process with ``status``, without Python's cleanup.
+    A stream cannot keep it alive: a closed pipe raises, a full one blocks, and one in use by an interrupted thread
+    raises too."""
     timer = threading.Timer(_LAST_WORDS_S, os._exit, [status])
     timer.daemon = True
-    timer.start()
-    with contextlib.suppress(OSError, ValueError):
+    try:
+        timer.start()
         if message:
             print(message, file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 #: What runs between the line that calls a captured step and a warning about that call.

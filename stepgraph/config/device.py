@@ -77,8 +77,8 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def taken_by_others(device: torch.device) -> str:
-    """The end of a message: what other processes hold of a GPU, where that is a tenth of its memory or more, else "".
-    Less may be this process's own, which torch does not count: contexts, NCCL."""
+    """The end of an error message: how much memory of a GPU other processes hold. Empty below a tenth of its memory,
+    which may be this process's own CUDA context and NCCL buffers, since torch does not count them."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

@@ -97,7 +97,7 @@ def state(model):
 
 def check_same(mesh, schedule, sends):
     """Six steps, of which one is broken off: the same as calls one by one, and the caller's results stay his. Messages
-    of process groups leave no flags, so that what is recorded holds after a step that was broken off."""
+    through process groups use no flags: their recording stays valid after a step that was broken off."""
     plain_model, plain = captured(mesh, schedule, sends, configured("exact"))
     model, step = captured(mesh, schedule, sends, passes())
     first = (0, 4) if sends == "symmetric" else (0,)

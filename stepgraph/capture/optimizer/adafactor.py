@@ -31,7 +31,7 @@ class AdafactorRule(Rule):
                 made |= {"row_var": param.new_zeros(*batch, rows, 1), "col_var": param.new_zeros(*batch, 1, columns)}
             else:
                 made["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            state.update(made)  # all of it or, where memory ends, none
+            state.update(made)  # all or nothing, if memory runs out
         keys = ("step", "row_var", "col_var") if param.ndim > 1 else ("step", "variance")
         return {key: state[key] for key in keys}
 

@@ -33,8 +33,7 @@ class AdamRule(Rule):
             keys += ("master",)
         state = optimizer.state[param]
         if not state:
-            # All of it or, where memory ends, none.
-            state.update(
+            state.update(  # all or nothing, if memory runs out
                 step=torch.zeros((), dtype=torch.float32, device=param.device),
                 exp_avg=torch.zeros_like(param, memory_format=torch.preserve_format),
                 exp_avg_sq=torch.zeros_like(param, memory_format=torch.preserve_format),

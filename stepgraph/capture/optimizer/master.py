@@ -34,7 +34,7 @@ class MasterAdamW(torch.optim.AdamW):
         state = self.state[param]
         if not state:
             fp32 = {"dtype": torch.float32, "memory_format": torch.preserve_format}
-            state.update(  # all of it or, where memory ends, none
+            state.update(  # all or nothing, if memory runs out
                 step=torch.zeros((), dtype=torch.float32, device=param.device),
                 exp_avg=torch.zeros_like(param, **fp32),
                 exp_avg_sq=torch.zeros_like(param, **fp32),

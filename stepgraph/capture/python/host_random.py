@@ -15,8 +15,8 @@ _Access = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class _Entropy:
-    """Counts how often the user's code draws from the system, which has no state: by ``os.urandom``, ``secrets``,
-    ``uuid`` and generators that are given no seed."""
+    """Counts draws of the user's code from the operating system's random numbers, which have no state to compare:
+    ``os.urandom``, ``secrets``, ``uuid``, generators created without a seed."""
 
     def __init__(self) -> None:
         self.drawn = 0

@@ -46,14 +46,14 @@ class Change(NamedTuple):
         if self.key is None:
             _refill(self.holder, value)
         elif isinstance(self.holder, contextvars.ContextVar):
-            if value is not ABSENT:  # a context variable that once had a value has one
+            if value is not ABSENT:  # a value cannot be unset
                 self.holder.set(value)
         elif isinstance(self.holder, (dict, os._Environ)):
             self.holder.pop(self.key, None) if value is ABSENT else self.holder.__setitem__(self.key, value)
         elif value is ABSENT:
             if not isinstance(self.holder, type):
                 object.__delattr__(self.holder, self.key)
-            elif self.key in vars(self.holder):  # once: it is met as what its class and one of a lower one have
+            elif self.key in vars(self.holder):  # it may be noted for a class and for its subclass
                 delattr(self.holder, self.key)
         else:
             setattr(self.holder, self.key, value)
@@ -70,9 +70,9 @@ class Reads:
         #: (id of a holder, key): where it is, the holder, the key, the value.
         self._before: dict[tuple[int, Any], tuple[str, Any, Any, Any]] = {}
         self._whole: dict[int, tuple[str, Any, list]] = {}
-        #: Keys of dictionaries of which some do not count, and of the names of Python's modules.
+        #: The keys that the dictionary of a torch or Python module had before the trace, by its id.
         self._keys: dict[int, set[str]] = {}
-        #: Arrays and context variables: where it is, itself, the value.
+        #: Arrays and context variables, by id: the path, the object, its value before the trace.
         self._values: dict[int, tuple[str, Any, Any]] = {}
         self._caches: list[tuple[Any, int]] = []
         self._noting: dict[type, Any] = {}
@@ -354,12 +354,13 @@ class Reads:
             if not _same(before, now):
                 key = "value" if isinstance(holder, contextvars.ContextVar) else None
                 found.append(Change(where, holder, key, before, now, False))
-        for name in set(os.environ) | set(self._variables) if None in self._environment else self._environment:
+        read = self._environment
+        for name in sorted(os.environ.keys() | self._variables.keys() if None in read else filter(None, read)):
             old, new = self._variables.get(name, ABSENT), os.environ.get(name, ABSENT)
             if old is not new and old != new:
                 found.append(Change(f"os.environ[{name!r}]", os.environ, name, old, new, False))
         for module in [value for value in self._met.values() if kind_of(type(value)) == "namespace"]:
-            for key in self._named & vars(module).keys() - self._keys.get(id(vars(module)), set()):
+            for key in sorted(self._named & vars(module).keys() - self._keys.get(id(vars(module)), set())):
                 if kind_of(type(new := vars(module)[key])) not in values.CODE and counted_module(module):
                     found.append(Change(f"{module.__name__}.{key}", vars(module), key, ABSENT, new, False))
         # What torch.autocast keeps between __enter__ and __exit__, of an object that is entered again and again.

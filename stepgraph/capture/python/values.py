@@ -124,14 +124,14 @@ def is_slot(found: Any) -> bool:
 
 @functools.lru_cache(maxsize=1 << 12)
 def slots_of(cls: type) -> frozenset[str]:
-    """The places that classes of the user's or of a package give their objects in ``__slots__``."""
+    """Names in ``__slots__`` of a class and its bases, as far as the user or a package defines them."""
     bases = [base for base in cls.__mro__ if base.__flags__ & _HEAP and not of_library(base.__module__)]
     places = (item for base in bases for item in vars(base).items())
     return frozenset(name for name, found in places if isinstance(found, types.MemberDescriptorType))
 
 
 def in_slot(value: Any, name: str) -> Any:
-    """What an object has in a slot, read past what its class does to reads; `ABSENT` for nothing."""
+    """The value in a slot, read without the class's own ``__getattribute__``; `ABSENT` if it is empty."""
     try:
         return object.__getattribute__(value, name)
     except AttributeError:

@@ -28,7 +28,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _send(x: Tensor, peer: int, group_name: str) -> Tensor:
     group, session = compat.process_group(group_name), current()
-    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # what is recorded has not been sent
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # events of a recording cannot be queried
         session.sends = [(work, kept) for work, kept in session.sends if not work.is_completed()]
     flat = _flat(x)
     session.sends.append((dist.isend(flat, group=group, group_dst=peer), flat))

@@ -103,7 +103,7 @@ def offload_optimizer(step: StepGraph, options: OffloadOptions, report: PassRepo
         f"updates in {len(sizes)} parts of at most {max(sizes.values(), default=0) / 2**20:.1f} MiB, "
         f"{report.added_s * 1e3:.2f} ms more for each step"
     )
-    parameter = step.placeholders(Parameter)[0]  # the state may be on the host already
+    parameter = step.placeholders(Parameter)[0]  # the state may already be on the host
     if options.host is None and (line := host_text(parameter.meta["val"].device)):
         report.notes.append(line)
 

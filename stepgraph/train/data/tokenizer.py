@@ -11,7 +11,7 @@ import tokenizers
 from stepgraph.errors import parse, require_file
 from stepgraph.models.hf_files import read_json
 
-#: Beside a tokenizer.json: what its tokens are for.
+#: Files next to tokenizer.json that name its special tokens.
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 END_OF_TEXT_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")  # noqa: RUF001
 
@@ -64,8 +64,8 @@ class JsonTokenizer:
     """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
 
     No special tokens are added, and text that merely spells one (``</s>`` in a document) is encoded as plain text, so
-    the end-of-text id appears in a stream only where a document ends. It is one of the usual names, else what the
-    settings next to the file call ``eos_token``. Truncation and padding saved in the file are
+    the end-of-text id appears in a stream only where a document ends. It is the first of `END_OF_TEXT_NAMES`
+    in the vocabulary, else ``eos_token`` of ``tokenizer_config.json``. Truncation and padding saved in the file are
     disabled: they would drop tokens, or add some.
 
     Raises:
@@ -98,8 +98,8 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        beside = _named_beside(Path(path))
-        eos = next((name for name in (*END_OF_TEXT_NAMES, beside) if name in vocabulary), None)
+        names = (*END_OF_TEXT_NAMES, _eos_token(Path(path)))
+        eos = next((name for name in names if name in vocabulary), None)
         if eos is None:
             usual = ", ".join(END_OF_TEXT_NAMES)
             raise ValueError(
@@ -127,8 +127,8 @@ class JsonTokenizer:
         return self._tokenizer.decode(_checked_ids(ids, self).tolist(), skip_special_tokens=True)
 
 
-def _named_beside(path: Path) -> str | None:
-    """The token that the settings next to a tokenizer call ``eos_token``, as transformers has them."""
+def _eos_token(path: Path) -> str | None:
+    """``eos_token`` as the files next to a tokenizer give it to transformers."""
     for name in (SETTINGS, SPECIAL):
         value = read_json(path.parent / name).get("eos_token") if (path.parent / name).exists() else None
         if isinstance(text := value.get("content") if isinstance(value, dict) else value, str):

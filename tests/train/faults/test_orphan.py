@@ -1,4 +1,4 @@
-"""A rank whose launcher is gone ends, whoever reads what it says last."""
+"""A rank whose launcher is gone ends, even if nobody reads its output."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ ORPHAN = """
 import os
 from stepgraph.train.faults import orphan
 os.environ["RANK"] = "x" * int(os.environ["MANY"])
-orphan._wait_for_end(1)  # which is not this process's parent
+orphan._wait_for_end(-1)  # no process: the launcher is gone
 """
 
 
