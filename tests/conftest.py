@@ -19,6 +19,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit the folder of the
     os.environ["XDG_CACHE_HOME"] = _CACHES.name
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Python's collector leaves alone what is imported here and looks for cycles seldom: else a fifth of the time to
+    import and a twelfth of the tests' goes to it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze(), gc.set_threshold(20_000), gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test with several parameters, CI runs as many combinations as it takes to meet each value of each parameter,
@@ -48,13 +59,6 @@ def torch_settings() -> dict[str, object]:
         "default dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
     }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def seldom_collected():
-    """Python's collector leaves alone what was imported and looks for cycles seldom: else a twelfth of the tests' time
-    goes to it."""
-    gc.freeze(), gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ sets others than the server's runs in a real Python.
 
 import atexit
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -68,6 +69,7 @@ def environment() -> dict[str, str]:
 
 
 def _serve(door: socket.socket) -> None:
+    gc.freeze(), gc.set_threshold(20_000)  # as in `tests.conftest`, for all that it forks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who attend
     parent = multiprocessing.parent_process().sentinel
     while parent not in wait([door, parent]):

@@ -1,7 +1,6 @@
 """What tests of several ranks share: the ranks themselves, a small model, and its batches."""
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import tempfile
@@ -39,10 +38,8 @@ def on_processes(count: int, function: Callable, args: tuple) -> None:
 
 
 def preload() -> None:
-    """What ranks import is imported once, not once a rank; a module that is not there is left out."""
-    others = ["torch._dynamo", "numpy.random", "triton.runtime", "pytest", "hypothesis", "peft"]
-    ours = ["tests.distributed.ranks", "tests.distributed.hf_ranks", "tests.models.moe_models"]
-    multiprocessing.set_forkserver_preload(["stepgraph.train.trainer", *others, *ours])
+    """What ranks import is imported once, not once a rank."""
+    multiprocessing.set_forkserver_preload(["tests.distributed.preloaded"])
 
 
 def in_fake_world(rank: int, world: int, function: Callable, *args: Any) -> None:
@@ -59,7 +56,6 @@ def _faked(_: int, rank: int, world: int, function: Callable, args: tuple) -> No
 
 def _rank(rank: int, world: int, store: str, function: Callable, args: tuple) -> None:
     faulthandler.enable()  # a rank that aborts says where
-    gc.freeze(), gc.set_threshold(20_000)  # as in `tests.conftest`
     torch.set_num_threads(1)
     with compat.single_gloo_thread():
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
