@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, default=8)
     parser.add_argument("--memory", default="full,layers.*=offload")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--inductor", default="full")
     parser.add_argument("--keep-optimizer", action="store_true", help="on the GPU")
     parser.add_argument("--cuda-graph", action="store_true", help="the second step then records and the third replays")
     parser.add_argument("--json", type=Path)
@@ -51,7 +52,7 @@ def main() -> None:
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
     options = StepOptions(
         memory=args.memory, tiles=args.tiles, attention=args.attention, cuda_graph=args.cuda_graph,
-        offload_optimizer=not args.keep_optimizer,
+        offload_optimizer=not args.keep_optimizer, inductor=args.inductor,
     )  # fmt: skip
     optimizer = stepgraph.MasterAdamW(model.parameters(), lr=1e-5)
     start = time.perf_counter()
@@ -59,9 +60,12 @@ def main() -> None:
     held = sum(v.nbytes for slots in optimizer.state.values() for v in slots.values() if not v.is_cuda)
     row = {
         "seq_len": args.seq_len, "layers": config.n_layers, "tiles": args.tiles, "memory": args.memory,
-        "offload_optimizer": not args.keep_optimizer, "capture_s": round(time.perf_counter() - start, 1),
+        "offload_optimizer": not args.keep_optimizer, "inductor": args.inductor,
+        "capture_s": round(time.perf_counter() - start, 1),
         "forecast_gib": round(peak_bytes(step.program, fused=True) / 2**30, 2),
         "host_gib": round(held / 2**30, 2),
+        "passes_s": {report.name: round(report.apply_s, 1) for report in step.program.reports if report.apply_s > 0.5},
+        "compile_s": round(sum(report.compile_s for report in step.program.reports), 1),
         "steps": [],
     }  # fmt: skip
     print(json.dumps(row), flush=True)
@@ -75,10 +79,10 @@ def main() -> None:
             found |= dict(zip(("allocated_gib", "reserved_gib"), (round(m() / 2**30, 2) for m in memory), strict=True))
         row["steps"].append(found)
         print(json.dumps(found), flush=True)
-    copied = [memory.nbytes for memory in step._session.host_memory.values()]
-    row["activations_host_gib"] = round(sum(copied) / 2**30, 2)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"environment": environment(), **row}, indent=2) + "\n")
+        copied = [memory.nbytes for memory in step._session.host_memory.values()]
+        row["activations_host_gib"] = round(sum(copied) / 2**30, 2)
+        if args.json is not None:  # after each step: one may take minutes
+            args.json.write_text(json.dumps({"environment": environment(), **row}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

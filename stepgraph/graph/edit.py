@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.graph.aliases import written_arguments
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure, is_view
 from stepgraph.graph.provenance import provenance, set_provenance, together
 
@@ -64,22 +65,25 @@ _KNOWN: "WeakKeyDictionary[compat.FakeTensorMode, dict[tuple, Any]]" = WeakKeyDi
 def fake_value(node: fx.Node) -> Any:
     """What the node's call gives for the fake values of its arguments. No memory is allocated, no number drawn.
 
-    Equal calls are evaluated once where that gave new tensors, or views of the first argument: every node still gets
-    tensors of its own.
+    Equal calls are evaluated once where that gave new tensors, views of the first argument, or the argument that was
+    written: every node still gets tensors of its own.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
     mode = next(n.meta["val"] for n in node.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)).fake_mode
-    known = _KNOWN.setdefault(mode, {})
+    known, written = _KNOWN.setdefault(mode, {}), _written(node)
     try:
-        known_by_form = is_overload(node) and not is_mutating(node)
+        known_by_form = is_overload(node) and (written is not None or not is_mutating(node))
         key = (node.target, _offset(node, args), _form(args), _form(kwargs)) if known_by_form else None
         if key in known:
-            return _made(known[key], mode, args)
+            return _made(known[key], mode, args) if written is None else written
     except TypeError:  # an argument that has no form
         key = None
     with mode, torch.no_grad():
         result = node.target(*args, **kwargs)
-    if key is not None and (made := _form_of_made(result, (args, kwargs), is_view(node))) is not None:
+    if written is not None:
+        if key is not None and result is written and key[2:] == (_form(args), _form(kwargs)):  # no form has changed
+            known[key] = None
+    elif key is not None and (made := _form_of_made(result, (args, kwargs), is_view(node))) is not None:
         known[key] = made
     return result
 
@@ -107,9 +111,27 @@ def _form(value: Any) -> Any:
     return type(value), value
 
 
+#: Views that begin as far behind their argument's first element wherever that lies.
+_RELATIVE = {
+    *(aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *(aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default),
+    *(aten.t.default, aten.transpose.int, aten.permute.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.alias.default, aten.detach.default),
+}
+
+
 def _offset(node: fx.Node, args: Sequence[Any]) -> int | None:
-    """Where the first argument of a view begins in its storage; results of other operators do not depend on it."""
-    return args[0].storage_offset() if is_view(node) and isinstance(args[0], torch.Tensor) else None
+    """Where the first argument of a view begins in its storage; None where the result does not depend on it."""
+    depends = is_view(node) and node.target not in _RELATIVE and isinstance(args[0], torch.Tensor)
+    return args[0].storage_offset() if depends else None
+
+
+def _written(node: fx.Node) -> torch.Tensor | None:
+    """The argument that an operator writes and gives back, as ``out=``; None for others."""
+    returns = node.target._schema.returns if is_overload(node) and is_mutating(node) else ()
+    if len(returns) != 1 or returns[0].alias_info is None or len(written := written_arguments(node)) != 1:
+        return None
+    return written[0].meta["val"]
 
 
 def _form_of_made(result: Any, given: Any, views: bool) -> Any:
@@ -120,7 +142,8 @@ def _form_of_made(result: Any, given: Any, views: bool) -> Any:
         return None
     storages = {compat.storage_key(t) for t in tensors}
     if views and isinstance(first := given[0][0], torch.Tensor) and storages == {compat.storage_key(first)}:
-        forms = [(t.dtype, t.device, t.storage_offset(), t.shape, t.stride()) for t in tensors]
+        begin = first.storage_offset()
+        forms = [(t.dtype, t.device, t.storage_offset() - begin, t.shape, t.stride()) for t in tensors]
         return None if any(t is first for t in tensors) else (type(result), True, forms)
     before = {compat.storage_key(t) for t in compat.pytree.tree_leaves(given) if isinstance(t, torch.Tensor)}
     if len(storages) < len(tensors) or storages & before or not all(map(_fills_storage, tensors)):
@@ -146,8 +169,11 @@ def _made(made: Any, mode: compat.FakeTensorMode, args: Sequence[Any]) -> Any:
     kind, views, forms = made
     with torch.no_grad(), compat.without_modes():
         if views:
-            storage = args[0].untyped_storage()
-            tensors = [compat.fake_tensor(mode, device, dtype, storage, *place) for dtype, device, *place in forms]
+            storage, begin = args[0].untyped_storage(), args[0].storage_offset()
+            tensors = [
+                compat.fake_tensor(mode, device, dtype, storage, begin + by, *place)
+                for dtype, device, by, *place in forms
+            ]
         else:
             tensors = [compat.empty_fake(mode, *form) for form in forms]
     return kind(tensors) if issubclass(kind, (list, tuple)) else tensors[0]

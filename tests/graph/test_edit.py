@@ -214,6 +214,40 @@ def test_equal_views_are_evaluated_once_and_lie_in_their_own_argument(monkeypatc
                 assert (one.dtype, one.device) == (other.dtype, other.device)
 
 
+def test_views_of_tiles_and_sums_over_tiles_are_evaluated_once(monkeypatch):
+    module = traced(lambda x: [x.sin().cos()], torch.randn(4, 4))
+    x, cos = next(iter(module.graph.nodes)), find(module, aten.cos.default)
+    build, ran = Builder(cos, before=cos), []
+    tiles = [build(aten.slice.Tensor, x, 0, start, start + 2) for start in (0, 2)]
+    totals = [build(aten.mm.default, x, x) for _ in range(2)]
+    calls = {
+        "view": lambda i: build(aten.t.default, tiles[i]),
+        "out": lambda i: build(aten.addmm.out, totals[0], x, x, out=totals[i]),
+        "in place": lambda i: build(aten.add_.Tensor, totals[i], x),
+    }
+    for name, call in calls.items():
+        first = call(0).meta["val"]
+        dispatch = first.fake_mode.dispatch
+        with monkeypatch.context() as counted:
+            counted.setattr(first.fake_mode, "dispatch", lambda *given, run=dispatch: ran.append(given) or run(*given))
+            second = call(1).meta["val"]
+        assert not ran, name
+        assert (first.shape, first.stride()) == (second.shape, second.stride())
+        if name == "view":
+            assert (first.storage_offset(), second.storage_offset()) == (0, 8)
+        else:
+            assert first is totals[0].meta["val"] and second is totals[1].meta["val"], name
+
+
+def test_a_write_that_changes_the_form_of_its_argument_is_evaluated_each_time():
+    module = traced(lambda x: [x.sin().cos()], torch.randn(4, 6))
+    x, cos = next(iter(module.graph.nodes)), find(module, aten.cos.default)
+    build = Builder(cos, before=cos)
+    for _ in range(2):
+        turned = build(aten.t_.default, build(aten.clone.default, x))
+        assert turned.meta["val"].shape == (6, 4)
+
+
 def test_values_that_are_known_are_not_taken_for_others():
     """A fake tensor of known values may give another result than one of its form alone."""
     module = traced(lambda x: [x.sin().cos()], torch.randn(2))

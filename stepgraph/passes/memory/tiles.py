@@ -399,7 +399,7 @@ class _Writer:
 
 def _viewable(build: Builder, source: fx.Node, sizes: list[int], node: fx.Node) -> fx.Node:
     """``source``, or a dense copy of it where a view of its memory cannot have ``sizes``."""
-    if node.target not in (aten.view.default, aten._unsafe_view.default):
+    if node.target not in (aten.view.default, aten._unsafe_view.default) or source.meta["val"].is_contiguous():
         return source
     try:
         source.meta["val"].view(sizes)
