@@ -23,7 +23,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from stepgraph.capture.guard import conditions
+from stepgraph.capture import guard as conditions
 from stepgraph.config.environment import environment
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
 from stepgraph.parallel import MeshSpec, started

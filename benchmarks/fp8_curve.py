@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stepgraph.config.environment import environment
-from stepgraph.passes.matmul.casts import Recipe
+from stepgraph.passes.matmul.fp8 import Recipe
 from stepgraph.train.records.files import read_metrics
 
 #: Steps that one figure of a curve is the mean of.

@@ -22,8 +22,7 @@ import transformers
 from stepgraph.capture import trace_step
 from stepgraph.config.environment import environment
 from stepgraph.passes import configured, run_passes
-from stepgraph.passes.contract import Pass
-from stepgraph.passes.target import Target
+from stepgraph.passes.contract import Pass, Target
 
 WIDTHS = dict(hidden_size=32, intermediate_size=48, vocab_size=97, max_position_embeddings=64, num_attention_heads=2)
 GROUPED = WIDTHS | dict(num_key_value_heads=1, pad_token_id=0)

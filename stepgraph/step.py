@@ -20,10 +20,9 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import CaptureError, require_words, warn_caller
-from stepgraph.graph.calls import Call
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.report import PassReports
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of

@@ -16,7 +16,7 @@ from stepgraph import compat
 from stepgraph.capture.batch import has_values
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
-from stepgraph.capture.python.places import counts, is_under_torch
+from stepgraph.capture.python.values import counts, is_under_torch
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name

@@ -11,8 +11,7 @@ from torch import fx, nn
 from stepgraph import compat
 from stepgraph.capture.optimizer.own_step import Again
 from stepgraph.capture.python.host_draws import DrawsFound
-from stepgraph.capture.recorder import Recorder, is_user_file, user_source
-from stepgraph.capture.repeats import RunAgain
+from stepgraph.capture.recorder import Recorder, RunAgain, is_user_file, user_source
 from stepgraph.errors import CaptureError, TraceError, first_line
 from stepgraph.graph.facts import is_random
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepgraph import compat
 from stepgraph.kernels import recurrent
@@ -103,12 +104,8 @@ def _dispatch(
 
 
 def _grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """What ``torch._grouped_mm`` gives, without values.
 
     ``a`` (M, K) or (G, M, K), ``b`` (K, N) or (G, K, N), each bf16, fp16 or fp32; ``offs`` (G,), int32: where each
@@ -128,9 +125,7 @@ def _grouped_mm(
     return a.new_empty_strided(shape, (rows * width, width, 1)[-len(shape) :], dtype=dtype)
 
 
-def _grouped_mm_problem(
-    a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None, bias: torch.Tensor | None
-) -> str | None:
+def _grouped_mm_problem(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None) -> str | None:
     """Why the real kernel refuses its arguments, or None."""
     if bias is not None:
         return "a bias is not supported"

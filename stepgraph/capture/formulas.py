@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import compat
@@ -32,7 +32,7 @@ class EagerFormulas(TorchFunctionMode):
     ``is_known``: whether a mask's values are known, and with them how many elements it selects.
     """
 
-    def __init__(self, is_known: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, is_known: Callable[[Tensor], bool]) -> None:
         super().__init__()
         self.is_known = is_known
 
@@ -52,7 +52,7 @@ class EagerFormulas(TorchFunctionMode):
         return special(func, *args, **kwargs)
 
 
-def _ctc_loss(func: Any, log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _ctc_loss(func: Any, log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Lengths that are plain numbers as tensors: torch would write the numbers into a tensor of the trace."""
 
     def lengths(value: Any) -> Any:
@@ -63,7 +63,7 @@ def _ctc_loss(func: Any, log_probs: Any, targets: Any, *args: Any, **kwargs: Any
 
 
 def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    given = [leaf for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    given = [leaf for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     before = next(iter(reversed(compat.graph_of_trace().nodes)), None)
     result = func(*args, **kwargs)
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)):
@@ -74,9 +74,9 @@ def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _prod(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _prod(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     x, *dims = args
-    if not isinstance(x, torch.Tensor) or not x.requires_grad or compat.is_traceable_wrapper_subclass(x):
+    if not isinstance(x, Tensor) or not x.requires_grad or compat.is_traceable_wrapper_subclass(x):
         return func(*args, **kwargs)
     given = dict(zip(("dim", "keepdim"), dims, strict=False)) | kwargs
     dim, dtype = given.get("dim"), given.get("dtype")
@@ -91,7 +91,7 @@ class _Prod(torch.autograd.Function):
     """``x.prod()``, or ``x.prod(dim, keepdim)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             result = x.prod() if dim is None else x.prod(dim, keepdim)
         ctx.save_for_backward(x, result)
@@ -99,7 +99,7 @@ class _Prod(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x, result), dim = ctx.saved_tensors, ctx.dim
         if x.ndim == 0:
             return grad * torch.ones_like(grad) if dim is None else grad, None, None
@@ -117,7 +117,7 @@ class _Prod(torch.autograd.Function):
         return torch.where(some, whole, grad * (result / torch.where(some, 1, x)).conj()), None, None
 
 
-def _without_each(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+def _without_each(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     """``grad`` times the product of all other elements along ``dim``, without a division."""
     size = x.shape[dim]
     if x.numel() == 0:
@@ -134,29 +134,25 @@ class _Written(torch.autograd.Function):
     """``filled``, into which ``value`` was written where ``mask`` is true."""
 
     @staticmethod
-    def forward(ctx: Any, filled: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, filled: Tensor, mask: Tensor, value: Tensor) -> Tensor:
         ctx.mark_dirty(filled)
         ctx.save_for_backward(mask)
         ctx.shape, ctx.dtype = value.shape, value.dtype
         return filled
 
     @classmethod
-    def by_mask(cls, name: str, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def by_mask(cls, name: str, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """``func(self, mask, value)``; ``name``: of the value."""
         given = dict(zip(("self", "mask", name), args, strict=False)) | kwargs
         mask, value = given.get("mask"), given.get(name)
-        if (
-            not isinstance(value, torch.Tensor)
-            or not value.requires_grad
-            or compat.is_traceable_wrapper_subclass(value)
-        ):
+        if not isinstance(value, Tensor) or not value.requires_grad or compat.is_traceable_wrapper_subclass(value):
             return func(*args, **kwargs)
         return cls.apply(func(given["self"], mask, value.detach()), mask, value)
 
 
 class _FilledBy(_Written):
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         (mask,) = ctx.saved_tensors
         return grad, None, masked_sum(grad, mask).to(ctx.dtype)
 
@@ -166,7 +162,7 @@ class _ScatteredFrom(_Written):
     same places by an index, and what no mask selects to one place behind them."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         (mask,) = ctx.saved_tensors
         mask, size = mask.expand_as(grad).reshape(-1), ctx.shape.numel()
         places = torch.where(mask, mask.cumsum(0) - 1, size).clamp(max=size)
@@ -174,22 +170,22 @@ class _ScatteredFrom(_Written):
         return grad, None, found.narrow(0, 0, size).view(ctx.shape)
 
 
-def _masks(index: Any) -> list[torch.Tensor]:
+def _masks(index: Any) -> list[Tensor]:
     indices = index if isinstance(index, list | tuple) else [index]
-    return [one for one in indices if isinstance(one, torch.Tensor) and one.dtype == torch.bool]
+    return [one for one in indices if isinstance(one, Tensor) and one.dtype == torch.bool]
 
 
 def _put(func: Any, x: Any, index: Any, value: Any, *accumulate: Any, **kwargs: Any) -> Any:
     indices = index if isinstance(index, list | tuple) else [index]
-    whole = all(isinstance(one, torch.Tensor) or (isinstance(one, slice) and one == slice(None)) for one in indices)
+    whole = all(isinstance(one, Tensor) or (isinstance(one, slice) and one == slice(None)) for one in indices)
     if (
-        not (isinstance(value, torch.Tensor) and value.requires_grad and _masks(index) and whole)
+        not (isinstance(value, Tensor) and value.requires_grad and _masks(index) and whole)
         or any((*accumulate, kwargs.get("accumulate")))
         or any(map(compat.is_traceable_wrapper_subclass, (x, value)))
     ):
         return func(x, index, value, *accumulate, **kwargs)
     filled = func(x, index, value.detach())
-    places = [one if isinstance(one, torch.Tensor) else None for one in indices]
+    places = [one if isinstance(one, Tensor) else None for one in indices]
     made = _PutBy.apply(x if filled is None else filled, value, *places)
     return filled if filled is None else made
 
@@ -198,26 +194,24 @@ class _PutBy(torch.autograd.Function):
     """``filled``, into which ``value`` was written at the places of ``indices``, masks among them."""
 
     @staticmethod
-    def forward(ctx: Any, filled: torch.Tensor, value: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, filled: Tensor, value: Tensor, *indices: Tensor | None) -> Tensor:
         ctx.mark_dirty(filled)
         ctx.save_for_backward(*indices)
         ctx.shape = value.shape
         return filled
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         indices = ctx.saved_tensors
         return grad, selected_sum(grad, indices, ctx.shape), *(None for _ in indices)
 
 
 _SPECIAL = {
-    **dict.fromkeys((torch.prod, torch.Tensor.prod), _prod),
-    **dict.fromkeys((torch.Tensor.__setitem__, torch.Tensor.index_put_, torch.index_put, torch.Tensor.index_put), _put),
+    **dict.fromkeys((torch.prod, Tensor.prod), _prod),
+    **dict.fromkeys((Tensor.__setitem__, Tensor.index_put_, torch.index_put, Tensor.index_put), _put),
+    **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), partial(_FilledBy.by_mask, "value")),
     **dict.fromkeys(
-        (torch.masked_fill, torch.Tensor.masked_fill, torch.Tensor.masked_fill_), partial(_FilledBy.by_mask, "value")
-    ),
-    **dict.fromkeys(
-        (torch.masked_scatter, torch.Tensor.masked_scatter, torch.Tensor.masked_scatter_),
+        (torch.masked_scatter, Tensor.masked_scatter, Tensor.masked_scatter_),
         partial(_ScatteredFrom.by_mask, "source"),
     ),
 }

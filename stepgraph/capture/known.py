@@ -24,12 +24,12 @@ from itertools import starmap
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.autocast import CALL_OTHERS
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
-from stepgraph.capture.python.places import counts
+from stepgraph.capture.python.values import counts
 from stepgraph.errors import noting_refusals
 from stepgraph.graph.facts import is_view
 from stepgraph.kernels.ctc import ctc_loss
@@ -45,7 +45,7 @@ LARGEST_OF_BATCH = 1 << 25
 #: Elements of the results that become literals of a graph.
 LARGEST_LITERAL = 1 << 12
 
-_TOLIST = torch.Tensor.tolist
+_TOLIST = Tensor.tolist
 
 #: Operators that are captured with the sizes of their results, and not with their values.
 _SIZED = (aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor, aten._ctc_loss.Tensor)
@@ -85,7 +85,7 @@ class KnownValues(compat.DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, batch: Mapping[fx.Node, torch.Tensor] | None = None, reads: BatchReads | None = None, exact: bool = True
+        self, batch: Mapping[fx.Node, Tensor] | None = None, reads: BatchReads | None = None, exact: bool = True
     ) -> None:
         super().__init__()
         self._exact = exact
@@ -93,7 +93,7 @@ class KnownValues(compat.DispatchMode):
         self._batch, self._reads = dict(batch or {}), reads
         self._fits: dict[fx.Node, bool] = {}
         self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
-        self.outside: list[torch.Tensor] = []
+        self.outside: list[Tensor] = []
         self._repeated = compat.RepeatedCalls(besides=CALL_OTHERS)
 
     def __torch_dispatch__(
@@ -144,16 +144,14 @@ class KnownValues(compat.DispatchMode):
                 return self._write(written[0], func(*args, **kwargs))
             self.note_writes(written)
         elif torch.Tag.data_dependent_output in func.tags or func is aten.is_nonzero.default:
-            decided = (
-                _decided(compat.node_of_trace(args[0]), self._exact) if isinstance(args[0], torch.Tensor) else None
-            )
+            decided = _decided(compat.node_of_trace(args[0]), self._exact) if isinstance(args[0], Tensor) else None
             if decided is not None:
                 return decided
             if self._knows_all((args, kwargs)):
                 return self._ask(func, args, kwargs)
             value = func(*args, **kwargs)  # torch says what tensors from outside the step hold now
             leaves = compat.pytree.tree_leaves((args, kwargs))
-            self.outside += [t for leaf in leaves if isinstance(leaf, torch.Tensor) for t in _outside(leaf)]
+            self.outside += [t for leaf in leaves if isinstance(leaf, Tensor) for t in _outside(leaf)]
             return value
         elif func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
             return func(args[0], self._all_places(args[1]))
@@ -165,10 +163,10 @@ class KnownValues(compat.DispatchMode):
         """What ``function`` gives for known tensors."""
 
         def value(leaf: Any) -> Any:
-            return self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            return self._value(leaf) if isinstance(leaf, Tensor) else leaf
 
         def node(leaf: Any) -> Any:
-            return compat.node_of_trace(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            return compat.node_of_trace(leaf) if isinstance(leaf, Tensor) else leaf
 
         given = args, kwargs or {}
         values, keywords = compat.pytree.tree_map(value, given)
@@ -200,20 +198,18 @@ class KnownValues(compat.DispatchMode):
 
     def _literals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The results of an operator of known tensors, as literals of the graph."""
-        device = next(
-            leaf.device for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        )
+        device = next(leaf.device for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         made = compat.pytree.tree_leaves(answer := self._ask(func, args, kwargs))
         if sum(tensor.numel() for tensor in made) > LARGEST_LITERAL:
             return func(*args, **kwargs)
         copies = [aten.lift_fresh_copy.default(tensor.contiguous()).to(device) for tensor in made]
         return compat.pytree.tree_unflatten(copies, compat.pytree.tree_structure(answer))
 
-    def _nonzero(self, mask: torch.Tensor) -> torch.Tensor:
+    def _nonzero(self, mask: Tensor) -> Tensor:
         return aten.nonzero_static.default(mask, size=self._ask(_count, (mask,)))
 
     def _needs_count(
-        self, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False, *_: bool
+        self, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False, *_: bool
     ) -> bool:
         """Whether ``values`` are as many as a known mask among ``indices`` selects, as in the gradient of an indexing.
         It still has its mask, and a GPU's kernel tells the host how many elements that selects."""
@@ -222,10 +218,10 @@ class KnownValues(compat.DispatchMode):
         with compat.without_modes():
             return any(accumulate or (values.ndim and len(values) == _count(mask)) for mask in held)
 
-    def _all_places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def _all_places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [place for index in indices for place in self._places(index)]
 
-    def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
         """``index``, an argument of an indexing, with a known mask as the places of its elements."""
         mask = index is not None and index.dtype == torch.bool and index.ndim > 0
         return list(self._nonzero(index).unbind(1)) if mask and self._knows_all(index) else [index]
@@ -237,7 +233,7 @@ class KnownValues(compat.DispatchMode):
 
     def _histories(self, arguments: Any) -> dict[fx.Node, list[fx.Node]] | None:
         """The nodes that lead to each tensor among ``arguments``; None if one's do not say its value."""
-        tensors = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         found = {node: node and self._history(node) for node in map(compat.node_of_trace, tensors)}
         return None if None in found.values() else found
 
@@ -248,26 +244,26 @@ class KnownValues(compat.DispatchMode):
         least, greatest = (self._computed(node, history, bound) for bound in ("min", "max"))
         return torch.equal(least, greatest)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
+    def knows(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals."""
         if not self._knows_all(tensor):
             return False
         return self._batch.keys().isdisjoint(self._history(compat.node_of_trace(tensor)))
 
-    def knows_of_batch(self, tensor: torch.Tensor) -> bool:
+    def knows_of_batch(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals and the batch's integers."""
         return compat.node_of_trace(tensor) is not None and self._knows_all(tensor)
 
-    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def value_of(self, tensor: Tensor) -> Tensor:
         """What a known ``tensor`` of the example batch holds, on the CPU."""
         return self._value(tensor)
 
-    def kept_for_host(self, tensor: torch.Tensor) -> fx.Node:
+    def kept_for_host(self, tensor: Tensor) -> fx.Node:
         """A known ``tensor`` in `BatchReads`, which computes it before each step."""
         node = compat.node_of_trace(tensor)
         return self._reads.keep({node: _literal(node) for node in self._history(node)}, node)
 
-    def listed(self, tensor: torch.Tensor) -> list | None:
+    def listed(self, tensor: Tensor) -> list | None:
         """What a known ``tensor`` holds; None for others."""
         return self._ask(_TOLIST, (tensor,)) if self._knows_all(tensor) else None
 
@@ -276,12 +272,12 @@ class KnownValues(compat.DispatchMode):
         as of a number that it keeps: whether a later call depends on them is then seen by a second trace."""
         for module in model.modules():
             for key, kept in vars(module).items():
-                if isinstance(kept, torch.Tensor) and compat.is_fake(kept) and self._knows_all(kept):
+                if isinstance(kept, Tensor) and compat.is_fake(kept) and self._knows_all(kept):
                     value = self._value(kept)
                     with compat.without_modes():
                         vars(module)[key] = value.clone()
 
-    def _write(self, tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    def _write(self, tensor: Tensor, result: Tensor) -> Tensor:
         """Note that the node of ``result`` has written known values into ``tensor``."""
         storage = compat.storage_key(tensor)
         is_batch = any(storage in _storages(node) for node in self._batch)
@@ -295,7 +291,7 @@ class KnownValues(compat.DispatchMode):
 
     def note_writes(self, arguments: Any) -> None:
         """The values of the tensors among ``arguments`` are not known from here on."""
-        pending = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        pending = [leaf for leaf in compat.pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         for tensor in pending:
             if compat.is_traceable_wrapper_subclass(tensor):
                 pending += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -327,12 +323,12 @@ class KnownValues(compat.DispatchMode):
             self._fits[node] = _computable(node)
         return [*sources(node), *needed] if self._fits[node] else None
 
-    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _value(self, tensor: Tensor) -> Tensor:
         """The value of a known ``tensor``, on the CPU."""
         wanted = compat.node_of_trace(tensor)
         return self._computed(wanted, self._history(wanted))
 
-    def _computed(self, wanted: fx.Node, history: Sequence[fx.Node], empty: str = "min") -> torch.Tensor:
+    def _computed(self, wanted: fx.Node, history: Sequence[fx.Node], empty: str = "min") -> Tensor:
         """The value of ``wanted``; what ``torch.empty`` gives holds the ``empty`` number of its dtype, min or max."""
         values = self._batch | {node: _literal(node) for node in history if node.op == "get_attr"}
         uses = Counter(source for node in history for source in sources(node))
@@ -355,7 +351,7 @@ def _bound(dtype: torch.dtype, which: str) -> float:
     return (which == "max") if dtype == torch.bool else getattr(torch.iinfo(dtype), which)
 
 
-def _literal(node: fx.Node) -> torch.Tensor | None:
+def _literal(node: fx.Node) -> Tensor | None:
     return compat.constant_of_trace(node.target) if node.op == "get_attr" else None
 
 
@@ -388,7 +384,7 @@ def _decided(node: fx.Node | None, exact: bool) -> bool | None:
     return answers[node.target]
 
 
-def _outside(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _outside(tensor: Tensor) -> list[Tensor]:
     """The tensors from outside the step that the value of ``tensor`` comes from."""
     node = compat.node_of_trace(tensor)
     if node is None:
@@ -415,7 +411,7 @@ def _computable(node: fx.Node) -> bool:
         target.namespace in ("aten", "prims")
         and (not target._schema.is_mutable or _is_write(target))
         and torch.Tag.nondeterministic_seeded not in target.tags
-        and all(isinstance(v, torch.Tensor) and _elements(v) <= LARGEST and v.device.type != "meta" for v in values)
+        and all(isinstance(v, Tensor) and _elements(v) <= LARGEST and v.device.type != "meta" for v in values)
     )
 
 
@@ -443,20 +439,20 @@ def _is_exact(node: fx.Node, history: set[fx.Node], batch: Collection[fx.Node]) 
     return elements <= LARGEST_OF_BATCH
 
 
-def _results(node: fx.Node) -> list[torch.Tensor]:
-    return [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+def _results(node: fx.Node) -> list[Tensor]:
+    return [v for v in compat.pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
 
 
 def _is_floating(node: fx.Node) -> bool:
     return any(v.is_floating_point() or v.is_complex() for v in _results(node))
 
 
-def _elements(tensor: torch.Tensor) -> int:
+def _elements(tensor: Tensor) -> int:
     """How many elements of a tensor lie apart in memory."""
     return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
 
 
-def _count(mask: torch.Tensor) -> int:
+def _count(mask: Tensor) -> int:
     """How many elements are not zero; what is expanded is counted once."""
     times = 1
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):

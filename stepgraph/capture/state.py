@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.python.places import of_program
+from stepgraph.capture.python.values import of_program
 from stepgraph.errors import CaptureError
 from stepgraph.graph.values import Buffer, ModelTensor, Parameter
 

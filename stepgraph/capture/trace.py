@@ -13,20 +13,14 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
-from stepgraph.capture.batch import (
-    first_places,
-    flatten_batch,
-    has_values,
-    leaves_by_name,
-    microbatch,
-    rebuilt,
-)
+from stepgraph.capture import guard as conditions
+from stepgraph.capture.batch import first_places, flatten_batch, has_values, leaves_by_name, microbatch, rebuilt
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.formulas import ALONE, BY_GRADIENTS
-from stepgraph.capture.guard import conditions
-from stepgraph.capture.guard.update import Guard, Kept, check_repeatable, written_names
+from stepgraph.capture.gradients import Share
+from stepgraph.capture.guard import Guard, Kept, check_repeatable, written_names
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
@@ -44,11 +38,9 @@ from stepgraph.capture.python.replay import FILLS, Replay, ReplayError
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
 from stepgraph.capture.python.values import fake_inside
 from stepgraph.capture.python.watched import Watched
-from stepgraph.capture.recorder import Recorder
-from stepgraph.capture.repeats import RunAgain, calls_to_repeat
+from stepgraph.capture.recorder import Recorder, RunAgain, calls_to_repeat
 from stepgraph.capture.reshapes import reshape_by_views
 from stepgraph.capture.roles import record_roles
-from stepgraph.capture.stages.share import Share
 from stepgraph.capture.state import (
     Slot,
     Wrapping,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stepgraph.compat.replaced import replaced_functions
 
@@ -14,7 +15,7 @@ def below_autograd() -> contextlib.AbstractContextManager:
     return torch._C._AutoDispatchBelowAutograd()
 
 
-def empty_strided(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+def empty_strided(device_type: str) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """The allocator of Inductor's generated code: (size, stride, dtype) on the current device of ``device_type``.
 
     It takes a quarter of the time of `torch.empty` and bypasses the dispatcher: for plain eager only.
@@ -45,10 +46,10 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transforms = torch._C._are_functorch_transforms_active
 
 #: Subclasses (DTensor, fake tensors) must go through the dispatcher.
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def in_plain_eager(x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None, c: torch.Tensor | None) -> bool:
+def in_plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> bool:
     """Whether a call on tensors, ``x`` on a CPU or CUDA, may bypass the dispatcher: they are no subclasses, and no
     compiler, dispatch mode or function transform (vmap, grad) is active. Tracers other than Dynamo are dispatch modes.
     """
@@ -62,14 +63,7 @@ def in_plain_eager(x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | No
     )
 
 
-def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    fast: bool,
-) -> torch.Tensor:
+def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
     """``(a * scale_a) (b * scale_b)^T`` in bf16, of contiguous ``a`` (M, K) and ``b`` (N, K) in fp8 on a GPU, with fp32
     scales for each as a whole or for each of their rows. ``bias``: (N,) bf16 or None. ``fast``: sums stay in the
     tensor cores' accumulators."""
@@ -78,9 +72,7 @@ def scaled_mm(
     return torch._scaled_mm(a, b.t(), scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
-def scaled_grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, offsets: torch.Tensor
-) -> torch.Tensor:
+def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor) -> Tensor:
     """Products of groups in bf16, of ``a`` and ``b`` in float8_e4m3fn on a GPU, with a scale for each row of a group of
     ``a`` and column of a group of ``b``, fp32: (M, K) with (E, K, N), where ``offsets`` (E,) are ends of rows of ``a``;
     or (M, K) with (K, N), where they are ends of places that are summed over. Sums stay in the tensor cores'
@@ -116,7 +108,7 @@ def has_autocast_rule(target: torch._ops.OpOverload, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), f"Autocast{device_type.upper()}")
 
 
-def autocast_dtype(target: torch._ops.OpOverload, x: torch.Tensor) -> torch.dtype | None:
+def autocast_dtype(target: torch._ops.OpOverload, x: Tensor) -> torch.dtype | None:
     """The dtype that autocast casts ``x`` to before ``target``, an operator that it runs in fp32; None for none."""
     kind = x.device.type
     lower = x.dtype in (torch.bfloat16, torch.float16)

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from stepgraph.costs.fusion import Fusion, is_free
+from stepgraph.costs.roofline import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.host_copies import device_bytes, on_host
 from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.graph.values import Accumulator, BatchLeaf, Input, Loss, OptimizerState, Parameter, Value
 
 #: ``buckets``: gathered parameters and gradients on their way to be reduced. ``activations``: what forward leaves for

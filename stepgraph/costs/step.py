@@ -4,11 +4,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import LAUNCH_S, Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, Moment, memory_over_step
-from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.roofline import Fusion, Roofline
 from stepgraph.costs.timeline import Timeline, simulate
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import tensor_bytes

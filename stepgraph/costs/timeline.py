@@ -14,21 +14,13 @@ import torch
 from torch import fx
 
 from stepgraph.costs import links
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import ASSUMED, Gpu, host_copy_seconds
 from stepgraph.costs.links import Group
-from stepgraph.costs.roofline import Roofline, node_seconds
+from stepgraph.costs.roofline import Fusion, Roofline, node_seconds
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
-from stepgraph.graph.host_copies import (
-    OFFLOAD_BEGIN,
-    OFFLOAD_END,
-    RELOAD_BEGIN,
-    RELOAD_END,
-    STORE_BEGIN,
-    STORE_END,
-)
+from stepgraph.graph.host_copies import OFFLOAD_BEGIN, OFFLOAD_END, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END
 from stepgraph.graph.provenance import phase_of, provenance, region_of
 
 

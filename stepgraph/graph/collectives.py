@@ -87,8 +87,7 @@ OPERATORS: dict[object, Operator] = {
     ALL_GATHER_MATMUL: Operator("all_gather", "joined", exchange=True),
     MATMUL_REDUCE_SCATTER: Operator("reduce_scatter", "joined", exchange=True),
 }
-#: Collectives that process groups run concurrently with computation, and ours.
-COLLECTIVES = tuple(op for op, found in OPERATORS.items() if found.stage == "begin" and not found.exchange)
+#: Ours, which no process group runs.
 EXCHANGES = tuple(op for op, found in OPERATORS.items() if found.exchange)
 
 

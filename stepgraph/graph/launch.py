@@ -1,6 +1,6 @@
 """What a node that launches the model's own Triton kernel calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +90,3 @@ def traced_launch(
     written = compat.triton_writes(kernel, args, kwargs)
     writes = [i for i, tensor in enumerate(tensors) if written is None or any(tensor is w for w in written)]
     return Launch(kernel, grid, *held, tensors, writes), tensors
-
-
-#: (kernel, grid, args, kwargs) -> whether it was recorded, and must not be launched.
-Recorder = Callable[[Any, Any, Sequence[Any], Mapping[str, Any]], bool]

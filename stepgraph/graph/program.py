@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.report import PassReport
-from stepgraph.graph.stages.join import joined
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.stages import joined
+from stepgraph.graph.step_graph import Call, Kind, StepGraph
 from stepgraph.graph.values import Value
 
 #: A value, and the microbatch that it is of (None: all of them).

@@ -14,9 +14,7 @@ def masked_sum(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x.masked_select(mask).sum()
 
 
-@masked_sum.register_fake
-def _(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(())
+masked_sum.register_fake(lambda x, mask: x.new_empty(()))
 
 
 def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: torch.Tensor) -> None:
@@ -45,9 +43,7 @@ def selected_sum(x: torch.Tensor, indices: Sequence[torch.Tensor | None], shape:
     return summed.clone() if summed.data_ptr() == x.data_ptr() else summed
 
 
-@selected_sum.register_fake
-def _(x: torch.Tensor, indices: Sequence[torch.Tensor | None], shape: Sequence[int]) -> torch.Tensor:
-    return x.new_empty(shape)
+selected_sum.register_fake(lambda x, indices, shape: x.new_empty(shape))
 
 
 def _setup_selected(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: torch.Tensor) -> None:

@@ -22,19 +22,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.kernels.comm.exchange import Session, current
+from stepgraph.kernels.comm.exchange import Session, current, operator
 
 Tensor = torch.Tensor
-
-for _schema in (
-    "offload_begin(Tensor x) -> Tensor",
-    "offload_end(Tensor token, Tensor x) -> Tensor",
-    "reload_begin(Tensor host, Device device) -> Tensor",
-    "reload_end(Tensor(a) y) -> Tensor(a)",
-    "store_begin(Tensor(a!) host, Tensor x) -> Tensor",
-    "store_end(Tensor token, Tensor x) -> ()",
-):
-    torch.library.define(f"stepgraph::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 
 
 class _Locked(mmap.mmap):
@@ -172,67 +162,38 @@ def join(session: Session) -> None:
         memory.join()
 
 
+@operator("offload_begin(Tensor x) -> Tensor", lambda x: x.new_empty(1))
 def _offload_begin(x: Tensor) -> Tensor:
     return host_memory(x.device).out(x)
 
 
+@operator(
+    "offload_end(Tensor token, Tensor x) -> Tensor",
+    lambda token, x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu"),
+)
 def _offload_end(token: Tensor, x: Tensor) -> Tensor:
     return host_memory(x.device).host_of(token)
 
 
+@operator(
+    "reload_begin(Tensor host, Device device) -> Tensor",
+    lambda host, device: torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device),
+)
 def _reload_begin(host: Tensor, device: torch.device) -> Tensor:
     return host_memory(device).back(host)
 
 
+@operator("reload_end(Tensor(a) y) -> Tensor(a)", torch.ops.aten.alias.default)
 def _reload_end(y: Tensor) -> Tensor:
     host_memory(y.device).arrived(y)
     return y
 
 
+@operator("store_begin(Tensor(a!) host, Tensor x) -> Tensor", lambda host, x: x.new_empty(1))
 def _store_begin(host: Tensor, x: Tensor) -> Tensor:
     return host_memory(x.device).store(host, x)
 
 
+@operator("store_end(Tensor token, Tensor x) -> ()", lambda *_: None)
 def _store_end(token: Tensor, x: Tensor) -> None:
     host_memory(x.device).host_of(token)
-
-
-for _name, _function in (
-    ("offload_begin", _offload_begin),
-    ("offload_end", _offload_end),
-    ("reload_begin", _reload_begin),
-    ("reload_end", _reload_end),
-    ("store_begin", _store_begin),
-    ("store_end", _store_end),
-):
-    torch.library.impl(f"stepgraph::{_name}", ("cpu", "cuda"), _function)
-
-
-@torch.library.register_fake("stepgraph::offload_begin")
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(1)
-
-
-@torch.library.register_fake("stepgraph::offload_end")
-def _(token: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-
-
-@torch.library.register_fake("stepgraph::reload_begin")
-def _(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-
-
-@torch.library.register_fake("stepgraph::reload_end")
-def _(y: Tensor) -> Tensor:
-    return torch.ops.aten.alias.default(y)
-
-
-@torch.library.register_fake("stepgraph::store_begin")
-def _(host: Tensor, x: Tensor) -> Tensor:
-    return x.new_empty(1)
-
-
-@torch.library.register_fake("stepgraph::store_end")
-def _(token: Tensor, x: Tensor) -> None:
-    return None

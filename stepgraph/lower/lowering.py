@@ -9,11 +9,10 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
-from stepgraph.capture.stages.forward import trace_forward
+from stepgraph.capture.forward import trace_forward
 from stepgraph.errors import warn_caller
-from stepgraph.graph.calls import Kind
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Kind, StepGraph
 from stepgraph.lower.gpu_trace import traced_as
 from stepgraph.lower.peak import PeakSearch, fitted, peak_search, room_for_state
 from stepgraph.lower.spec import StepSpec

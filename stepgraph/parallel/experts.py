@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepgraph.capture.guard import conditions
+from stepgraph.capture import guard as conditions
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
 from stepgraph.parallel.all_to_all import AllToAll, swap
 from stepgraph.parallel.mesh import Axes, MeshSpec

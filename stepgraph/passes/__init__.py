@@ -2,7 +2,7 @@
 
 from stepgraph.options import StepOptions
 from stepgraph.passes.compile.cuda_graph import record_whole
-from stepgraph.passes.contract import PASSES, Pass, PassReport, get, register
+from stepgraph.passes.contract import PASSES, Pass, PassReport, Target, get, register
 from stepgraph.passes.memory.policy import parse_policy
 from stepgraph.passes.order import chosen, configured, default, exact
 from stepgraph.passes.runner import (
@@ -15,4 +15,3 @@ from stepgraph.passes.runner import (
     run_passes,
     split_at_pipeline_cut,
 )
-from stepgraph.passes.target import Target

@@ -16,10 +16,8 @@ import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
 import stepgraph.passes.comm.copy_engines
-import stepgraph.passes.comm.gather_activations_fp8
 import stepgraph.passes.comm.gather_fp8
 import stepgraph.passes.comm.once
-import stepgraph.passes.comm.overlap
 import stepgraph.passes.comm.overlap_experts
 import stepgraph.passes.comm.unshard
 import stepgraph.passes.compile.cuda_graph

@@ -13,12 +13,10 @@ from stepgraph import compat
 from stepgraph.costs.timeline import exposed, exposed_text
 from stepgraph.errors import TraceError, first_line
 from stepgraph.graph.report import PassReports
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.options import StepOptions
-from stepgraph.passes.contract import Pass, PassReport, get
+from stepgraph.passes.contract import Pass, PassReport, StepGraph, Target, get
 from stepgraph.passes.excerpts import Changes
 from stepgraph.passes.order import NAMED, ORDER, chosen, without_unserved
-from stepgraph.passes.target import Target
 from stepgraph.passes.verify import RecordedValues
 
 #: Names each pass before it runs.

@@ -192,16 +192,6 @@ class RecordedValues:
         return node.op == "call_function" and (*self._key(_call(node), self._value), recorded) in self._captured
 
 
-def wrong_values(step: StepGraph) -> list[str]:
-    """A line for each node of ``step`` whose recorded value does not follow from its inputs."""
-    values = RecordedValues(step)
-    values._captured = set()
-    return [
-        f"{node.name}, {_text(node)}: recorded is {_form_text(recorded)}, from its inputs follows {_form_text(found)}"
-        for node, recorded, found in values._problems(step.graph.nodes)
-    ]
-
-
 def _call(node: fx.Node) -> _Call:
     return node.target, node.args, node.kwargs, node.meta.get("val")
 

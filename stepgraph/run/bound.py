@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stepgraph.capture import Traced, gradients
-from stepgraph.capture.guard.conditions import Grow
+from stepgraph.capture.guard import Grow
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom
 from stepgraph.capture.python.metrics import means

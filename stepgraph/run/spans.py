@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.graph.calls import Call
+from stepgraph.graph.step_graph import Call
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from stepgraph.graph.calls import Call
+from stepgraph.graph.step_graph import Call
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span, aligned
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.spans import Spans

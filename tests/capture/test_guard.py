@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph.capture import guard as conditions
 from stepgraph.capture import trace_step
-from stepgraph.capture.guard import conditions
 from stepgraph.verify.state import State
 from tests.capture.conftest import assert_same_state, eager_step
 from tests.capture.test_optimizers import KINDS, Mixed

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import stepgraph
-from stepgraph.capture.optimizer.master import MasterAdamW
+from stepgraph.capture.optimizer.rule import MasterAdamW
 from stepgraph.capture.optimizer.update import Update
 from stepgraph.lower import lowering
 

@@ -6,9 +6,8 @@ import torch
 import stepgraph.kernels.moe  # noqa: F401  (registers its operators)
 from stepgraph.costs.experts import filled
 from stepgraph.costs.flops import flops
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import FP8_REACHED, GPUS, GROUPED_REACHED
-from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.roofline import Fusion, Roofline
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import Role, set_role
 from stepgraph.kernels.moe.packed import TAIL

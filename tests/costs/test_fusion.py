@@ -2,9 +2,8 @@
 
 import pytest
 
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import GPUS, MEMORY_REACHED
-from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.roofline import Fusion, Roofline
 from stepgraph.graph.aliases import Aliases
 from tests.costs.graphs import Hand, aten
 

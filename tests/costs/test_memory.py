@@ -4,8 +4,8 @@ import operator
 
 import torch
 
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.memory import estimate_memory, lifetimes, memory_over_step
+from stepgraph.costs.roofline import Fusion
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.values import Parameter
 from tests.costs.graphs import Hand, aten

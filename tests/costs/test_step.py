@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import GPUS, LAUNCH_S, PRODUCTS_REACHED
-from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.roofline import Fusion, Roofline
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.values import Accumulator, OptimizerState, Parameter

@@ -26,8 +26,8 @@ from stepgraph.models import next_token_loss
 from stepgraph.parallel import MeshSpec, world
 from stepgraph.run.watch import watch
 from stepgraph.run.watch.heartbeat import last_told
-from stepgraph.run.watch.in_flight import InFlight, describe, first_in_flight, issue_order
 from stepgraph.run.watch.lost_ranks import is_lost_rank
+from stepgraph.run.watch.watch import InFlight, describe, first_in_flight, issue_order
 from tests.distributed.ranks import make_mesh, on_processes, on_ranks, own_batch, parallel_model
 from tests.distributed.test_train import TINY_RUN, corpus, records, saved, train_on  # noqa: F401
 

@@ -14,7 +14,7 @@ import stepgraph
 from stepgraph import parallel
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured, record_whole
-from stepgraph.run import cuda_graph, whole
+from stepgraph.run import cuda_graph
 from stepgraph.run import program as run_program
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.spans import Clock
@@ -60,8 +60,9 @@ def as_on_gpus(waits=lambda node: None):
     with (
         mock.patch.multiple(torch.cuda, **dict.fromkeys(names, mock.DEFAULT)),
         mock.patch.multiple(torch.cuda, stream=mock.MagicMock(), graph=mock.MagicMock(), CUDAGraph=Replayed),
-        mock.patch.multiple(whole, run_watched=watched, recording_stream=mock.DEFAULT),
-        mock.patch.multiple(cuda_graph, recording_stream=mock.DEFAULT, memsets_to_kernels=Replayed.prepare),
+        mock.patch.multiple(
+            cuda_graph, run_watched=watched, recording_stream=mock.DEFAULT, memsets_to_kernels=Replayed.prepare
+        ),
         mock.patch.object(run_program, "RecordedClock", lambda room, device: Clock()),
         mock.patch("stepgraph.lower.lowering.record_whole", partial(record_whole, gpu="cpu")),
     ):

@@ -16,7 +16,7 @@ from stepgraph.kernels.attention import flash4_attention, flash4_attention_backw
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 from stepgraph.passes.attention.backends import BACKENDS, refusal
-from stepgraph.passes.attention.decide import AttentionOptions, fastest
+from stepgraph.passes.attention.choose import AttentionOptions, fastest
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16

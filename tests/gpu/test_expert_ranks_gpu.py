@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import stepgraph
-from stepgraph.capture.guard import conditions
+from stepgraph.capture import guard as conditions
 from stepgraph.models import DeepSeekV3, DeepSeekV3Config, MoEConfig, family_of
 from stepgraph.parallel import local_parts, next_token_loss, parallelize
 from stepgraph.parallel.expert_symmetric import SymmetricExchange

@@ -9,7 +9,7 @@ from torch._inductor import config
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.inductor.compiled import Compiled
+from stepgraph.inductor.library import Compiled
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions
 from tests.inductor import test_strides as behind_products

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
 from stepgraph.inductor import library
-from stepgraph.inductor.lengths import ForLengths, generalize, numbers, skeleton
+from stepgraph.inductor.library import ForLengths, generalize, numbers, skeleton
 from stepgraph.passes import StepOptions
 
 # Inductor's C++ compiler takes most of a test's time.

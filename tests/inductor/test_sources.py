@@ -6,8 +6,8 @@ from torch import nn
 
 import stepgraph
 from stepgraph.costs.hardware import GPUS
-from stepgraph.graph.calls import Call, Kind
-from stepgraph.inductor.compiled import kernels_of
+from stepgraph.graph.step_graph import Call, Kind
+from stepgraph.inductor.library import kernels_of
 from stepgraph.inspect.account.graph import graph_account
 from stepgraph.passes import get
 

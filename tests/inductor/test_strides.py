@@ -15,7 +15,7 @@ import stepgraph.kernels.loss.cross_entropy
 import stepgraph.kernels.loss.split
 import stepgraph.kernels.norm.column_sum
 import stepgraph.kernels.norm.operators
-from stepgraph.inductor.compiled import Compiled
+from stepgraph.inductor.library import Compiled
 from stepgraph.passes import configured
 
 # Inductor's C++ compiler takes most of a test's time.

@@ -8,7 +8,8 @@ from torch import nn
 
 from stepgraph.passes import Pass, configured, run_passes
 from stepgraph.passes.contract import NoOptions
-from stepgraph.passes.verify import InconsistentGraph, RecordedValues, wrong_values
+from stepgraph.passes.verify import InconsistentGraph, RecordedValues
+from tests.passes.recorded import wrong_values
 
 aten = torch.ops.aten
 X = torch.arange(24.0).view(4, 6) / 7 - 1

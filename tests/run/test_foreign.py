@@ -50,10 +50,10 @@ def test_wrong_fake_implementations(wrong, passes):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_right_one_is_compared_once(accumulate, monkeypatch):
-    from stepgraph.run import foreign
+    from stepgraph.run import program
 
-    made, form = [], foreign._form
-    monkeypatch.setattr(foreign, "_form", lambda tensor: made.append(tensor) or form(tensor))
+    made, form = [], program._form
+    monkeypatch.setattr(program, "_form", lambda tensor: made.append(tensor) or form(tensor))
     model, x = nn.Linear(4, 4), torch.randn(6, 4)
     step = stepgraph.capture(model, lambda model, x: RIGHT(model(x)).mean(), x, accumulate=accumulate, passes="exact")
     losses = [step(x) for _ in range(3)]

@@ -9,7 +9,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.graph.values import Accumulator
 from stepgraph.run.program import Accumulators
 

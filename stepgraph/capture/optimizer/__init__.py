@@ -1,6 +1,4 @@
-"""The optimizers that a graph can hold: `update` adds them to it, by one file for each kind."""
+"""The optimizers that a graph can hold: `update` adds them to it."""
 
-from stepgraph.capture.optimizer.master import MasterAdamW
+from stepgraph.capture.optimizer.rule import MasterAdamW
 from stepgraph.capture.optimizer.update import Update
-
-__all__ = ["MasterAdamW", "Update"]

@@ -3,7 +3,7 @@
 ``step`` runs on stand-ins: parameters with their gradients, the state that the optimizer keeps of each, and numbers of
 a `Tape` instead of learning rates and counts. What it writes to tensors is in the graph. What it writes to numbers is
 written on the host after each call. State that it makes is an output of the graph, unless
-`stepgraph.capture.optimizer.prepare` could make it before.
+`stepgraph.capture.optimizer.update` could make it before.
 """
 
 import inspect
@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
 from stepgraph.capture.optimizer.host import frozen, same
-from stepgraph.capture.python.places import of_program
-from stepgraph.capture.python.values import kind_of
+from stepgraph.capture.python.values import kind_of, of_program
 from stepgraph.capture.state import unwrap, wrap
 from stepgraph.errors import CaptureError
 

@@ -8,7 +8,7 @@ microbatches. A loop of one's own calls `end_of_step`.
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepgraph.capture import gradients
 from stepgraph.capture.python.assigned import write_assigned
@@ -21,11 +21,9 @@ def _declared(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in named_modules(model) if hasattr(type(module), "end_of_step"))
 
 
-def _run(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
+def _run(path: str, module: nn.Module) -> dict[str, Tensor]:
     found = module.end_of_step()
-    if not isinstance(found, dict | None) or not all(
-        isinstance(value, torch.Tensor) for value in (found or {}).values()
-    ):
+    if not isinstance(found, dict | None) or not all(isinstance(value, Tensor) for value in (found or {}).values()):
         raise CaptureError(
             f"end_of_step of {path or 'the model'} returned {type(found).__name__}; return a dict of tensors by name, "
             "or None"
@@ -34,28 +32,24 @@ def _run(path: str, module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def end_of_step(model: nn.Module) -> dict[str, torch.Tensor]:
+def end_of_step(model: nn.Module) -> dict[str, Tensor]:
     """Call ``end_of_step()`` of every module of ``model`` that has one; their metrics, by module path and name.
 
     For loops that step the optimizer themselves: call it once per step, after ``optimizer.step()``. A step captured
     with an optimizer does the same in its graph, and has the metrics in ``step.metrics``.
     """
-    metrics: dict[str, torch.Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     for path, module in _declared(model):
         metrics |= _run(path, module)
     return metrics
 
 
 def traced_end_of_step(
-    recorder: Recorder,
-    model: nn.Module,
-    slots: Sequence[Slot],
-    tensors: Sequence[torch.Tensor],
-    flat: Sequence[torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], list[int]]:
+    recorder: Recorder, model: nn.Module, slots: Sequence[Slot], tensors: Sequence[Tensor], flat: Sequence[Tensor]
+) -> tuple[dict[str, Tensor], list[int]]:
     """The same in a trace, where the model holds ``tensors``, made of ``flat``, in its ``slots``; and the slots that
     were written."""
-    metrics: dict[str, torch.Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     versions = _versions(tensors)
     with swapped(model, slots, tensors):
         for path, module in _declared(model):
@@ -67,6 +61,6 @@ def traced_end_of_step(
     return dict(zip(metrics, gradients.unshared(metrics.values(), taken=flat), strict=True)), written
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     """How often each tensor was written in place."""
     return [tuple(inner._version for inner in unwrap(tensor)[0]) for tensor in tensors]

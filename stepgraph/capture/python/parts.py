@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from stepgraph.capture.python import values
-from stepgraph.capture.python.places import counted_module, is_of_program, of_program
+from stepgraph.capture.python.values import counted_module, is_of_program, of_program
 
 #: Functions that find a global or an attribute by its name in a string.
 _BY_NAME = {"getattr", "hasattr", "globals", "vars"}

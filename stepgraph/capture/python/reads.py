@@ -5,8 +5,14 @@ reach notes the reads of its attributes. The trace begins at the model and the l
 container holds, and what the code of a function names is met in turn.
 
 What the trace changed there is set back at its end, and `Reads.changes` says what that was.
+
+What ``type(tensor)`` is in eager: the tensors of a trace are of a class of their own.
+
+The user's functions find ``type`` among Python's builtins. While they are traced, modules whose functions name it have
+a class of that name, which answers for a fake tensor as eager would and is Python's for all else.
 """
 
+import builtins
 import contextlib
 import contextvars
 import ctypes
@@ -14,7 +20,7 @@ import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +30,75 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture.python import parts, values
 from stepgraph.capture.python.host_random import ENTROPY, HostRandom
-from stepgraph.capture.python.places import counted_module, is_of_program, of_program
-from stepgraph.capture.python.tensor_types import TYPE, TensorTypes
 from stepgraph.capture.python.torch_random import GeneratorCalls
-from stepgraph.capture.python.values import ABSENT, kind_of
+from stepgraph.capture.python.values import ABSENT, counted_module, is_of_program, kind_of, of_program
 from stepgraph.capture.python.watched import HOOKS, LOSS, Watched, _Walk
+
+
+def type_of(value: Any) -> type:
+    """``type(value)`` as eager has it, and `TYPE` for ``type``."""
+    found = type(value)
+    if found is compat.FakeTensor:
+        return compat.class_in_eager(value)
+    return TYPE if found is type else found
+
+
+class _AsEager(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return type_of(*args) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, type)
+
+    def __eq__(cls, other: Any) -> bool:
+        return other is type or other is TYPE
+
+    __hash__ = type.__hash__
+
+
+class TYPE(type, metaclass=_AsEager):
+    """What ``type`` is in these modules."""
+
+
+TYPE.__name__ = TYPE.__qualname__ = "type"
+TYPE.__module__ = "builtins"
+
+
+class TensorTypes:
+    """The modules of the functions that a trace meets, by what their code names."""
+
+    def __init__(self) -> None:
+        self._found: list[dict[str, Any]] = []
+        self._put: list[dict[str, Any]] | None = None
+
+    def add(self, function: FunctionType) -> None:
+        """A function that may run in the trace."""
+        held = function.__globals__
+        if is_of_program(function.__code__.co_filename) and "type" in parts.globals_named(function):
+            self._found.append(held)
+            self._replace(held)
+
+    def _replace(self, held: dict[str, Any]) -> None:
+        own = held.get("__builtins__")
+        if self._put is not None and "type" not in held and own in (builtins, vars(builtins)):
+            held["type"] = TYPE
+            self._put.append(held)
+
+    @contextlib.contextmanager
+    def as_eager(self) -> Iterator[None]:
+        """Inside, these modules have eager's answers."""
+        self._put = []
+        try:
+            for held in self._found:
+                self._replace(held)
+            yield
+        finally:
+            for held in self._put:
+                held.pop("type", None)
+            self._put = None
 
 
 class Change(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.capture.python.places import counts
+from stepgraph.capture.python.values import counts
 from stepgraph.capture.recorder import Recorder, user_frame
 from stepgraph.errors import CaptureError
 from stepgraph.graph.facts import has_generator

@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from stepgraph import compat
 from stepgraph.capture.python import parts, values
 from stepgraph.capture.python.parts import Part
-from stepgraph.capture.python.places import is_of_program, of_program
-from stepgraph.capture.python.values import ABSENT, kind_of
+from stepgraph.capture.python.values import ABSENT, is_of_program, kind_of, of_program
 
 #: Methods that autograd calls, which no code names.
 _BY_AUTOGRAD = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")

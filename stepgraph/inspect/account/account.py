@@ -15,9 +15,8 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import Gpu, known_gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import HELD, KINDS
-from stepgraph.graph.calls import Call, Kind, graph_name
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Call, Kind, StepGraph, graph_name
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops

@@ -12,19 +12,17 @@ from typing import Any
 from torch import fx
 
 from stepgraph.costs.flops import flops, is_attention
-from stepgraph.costs.fusion import Fusion, is_free
 from stepgraph.costs.hardware import LAUNCH_S, Gpu
 from stepgraph.costs.links import Group
 from stepgraph.costs.memory import KINDS, kinds_of, lifetimes
-from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.roofline import Fusion, Roofline, is_free
 from stepgraph.costs.timeline import Collective, simulate
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.partition import needs_host
 from stepgraph.graph.provenance import phase_of, provenance
-from stepgraph.graph.step_graph import StepGraph, name_of, type_of
+from stepgraph.graph.step_graph import Call, StepGraph, name_of, type_of
 from stepgraph.graph.values import Value
 from stepgraph.inductor.regional import nodes_of, region_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inspect.forecast.pipeline import StageCost
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, simulate_schedule

@@ -24,10 +24,9 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import Slot, model_slots, swapped
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs import links
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.costs.memory import HELD, Moment, at_peak, state_bytes
-from stepgraph.costs.roofline import products_seconds
+from stepgraph.costs.roofline import Fusion, products_seconds
 from stepgraph.costs.step import StepCost, graph_cost, step_cost
 from stepgraph.errors import first_line, unknown_name
 from stepgraph.graph.aliases import Aliases

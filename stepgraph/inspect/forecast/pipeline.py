@@ -21,11 +21,10 @@ from stepgraph.costs import links
 from stepgraph.costs.hardware import GPUS_PER_NODE, Gpu
 from stepgraph.costs.step import graph_cost
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.stages import Cut, pieces_of
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Call, Kind, StepGraph
 from stepgraph.graph.values import Accumulator, Buffer, Input, OptimizerState, Output, Parameter, Value
 from stepgraph.inspect.forecast.forecast import (
     SETTINGS,

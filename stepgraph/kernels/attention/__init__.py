@@ -2,5 +2,3 @@
 
 from stepgraph.kernels.attention.documents import attend_documents
 from stepgraph.kernels.attention.flash4 import flash4_attention, flash4_attention_backward, installed, unavailable
-
-__all__ = ["attend_documents", "flash4_attention", "flash4_attention_backward", "installed", "unavailable"]

@@ -209,9 +209,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *rest: Any) ->
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
 
 
-@document_attention_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+document_attention_backward.register_fake(
+    lambda grad_out, query, key, value, *_: tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
+    )
+)
 
 
 def _setup_context(ctx, inputs, output) -> None:

@@ -178,9 +178,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal:
     return _results(query, value)
 
 
-@flash4_attention_backward.register_fake
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+flash4_attention_backward.register_fake(
+    lambda grad_out, query, key, value, *_: (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+)
 
 
 def _found() -> ModuleType:

@@ -12,25 +12,15 @@ Models", 2023.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import current
+from stepgraph.kernels.comm.exchange import current, operator
 
 Tensor = torch.Tensor
-
-torch.library.define(
-    "stepgraph::all_gather_matmul",
-    "(Tensor shard, Tensor[] weights, bool keep, int group_size, str group_name) -> Tensor[]",
-)
-torch.library.define(
-    "stepgraph::matmul_reduce_scatter",
-    "(Tensor[] lefts, Tensor[] rights, int batch, int group_size, str group_name) -> Tensor",
-)
 
 
 def all_gather_matmul(shard: Tensor, weights: Sequence[Tensor], keep: bool, group: dist.ProcessGroup) -> list[Tensor]:
@@ -48,28 +38,16 @@ def matmul_reduce_scatter(
     return torch.ops.stepgraph.matmul_reduce_scatter(lefts, rights, batch, group.size(), group.group_name)
 
 
-@torch.library.register_fake("stepgraph::all_gather_matmul")
-def _(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, group_name: str) -> list[Tensor]:
+def _new_gathered(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, group_name: str) -> list[Tensor]:
     batch, rows, inner = shard.shape
     gathered = [shard.new_empty(batch, group_size * rows, inner)] if keep else []
     return gathered + [shard.new_empty(batch * group_size * rows, w.shape[1]) for w in weights]
 
 
-@torch.library.register_fake("stepgraph::matmul_reduce_scatter")
-def _(lefts: list[Tensor], rights: list[Tensor], batch: int, group_size: int, group_name: str) -> Tensor:
-    return lefts[0].new_empty(batch, lefts[0].shape[0] // batch // group_size, rights[0].shape[1])
-
-
-@register_flop_formula(torch.ops.stepgraph.all_gather_matmul)
-def _(shard: torch.Size, weights: list[torch.Size], keep: bool, group_size: int, *args: Any, **kwargs: Any) -> int:
-    return sum(2 * group_size * shard.numel() * w[1] for w in weights)
-
-
-@register_flop_formula(torch.ops.stepgraph.matmul_reduce_scatter)
-def _(lefts: list[torch.Size], rights: list[torch.Size], *args: Any, **kwargs: Any) -> int:
-    return sum(2 * left.numel() * right[1] for left, right in zip(lefts, rights, strict=True))
-
-
+@operator(
+    "all_gather_matmul(Tensor shard, Tensor[] weights, bool keep, int group_size, str group_name) -> Tensor[]",
+    _new_gathered,
+)
 def _gather(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, group_name: str) -> list[Tensor]:
     batch, rows, inner = shard.shape
     shard = shard.contiguous()
@@ -98,6 +76,10 @@ def _gather(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, g
     return gathered + [product.view(-1, product.shape[-1]) for product in products]
 
 
+@operator(
+    "matmul_reduce_scatter(Tensor[] lefts, Tensor[] rights, int batch, int group_size, str group_name) -> Tensor",
+    lambda a, b, batch, ranks, _: a[0].new_empty(batch, a[0].shape[0] // batch // ranks, b[0].shape[1]),
+)
 def _scatter(lefts: list[Tensor], rights: list[Tensor], batch: int, group_size: int, group_name: str) -> Tensor:
     columns = rights[0].shape[1]
     parts = [left.contiguous().view(batch, group_size, -1, left.shape[1]) for left in lefts]
@@ -126,5 +108,9 @@ def _scatter(lefts: list[Tensor], rights: list[Tensor], batch: int, group_size: 
     return total
 
 
-torch.library.impl("stepgraph::all_gather_matmul", ("cpu", "cuda"), _gather)
-torch.library.impl("stepgraph::matmul_reduce_scatter", ("cpu", "cuda"), _scatter)
+register_flop_formula(torch.ops.stepgraph.all_gather_matmul)(
+    lambda shard, weights, _, ranks, *__, **___: sum(2 * ranks * shard.numel() * w[1] for w in weights)
+)
+register_flop_formula(torch.ops.stepgraph.matmul_reduce_scatter)(
+    lambda lefts, rights, *_, **__: sum(2 * left.numel() * right[1] for left, right in zip(lefts, rights, strict=True))
+)

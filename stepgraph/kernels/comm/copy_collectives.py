@@ -19,20 +19,12 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import Place, Ranks, Session, current
+from stepgraph.kernels.comm.exchange import Place, Ranks, Session, current, operator
 
 Tensor = torch.Tensor
 
 #: Bytes from which on a copy of its own is worth its launch.
 _LARGE = 2**22
-
-for _schema in (
-    "gather_begin(Tensor[] shards, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor",
-    "gather_end(Tensor token, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor[]",
-    "reduce_begin(Tensor[] grads, int group_size, str group_name) -> Tensor",
-    "reduce_end(Tensor token, Tensor[] grads, bool mean, ScalarType dtype, int group_size, str group_name) -> Tensor",
-):
-    torch.library.define(f"stepgraph::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 
 
 class _Begun(NamedTuple):
@@ -85,6 +77,10 @@ def join(session: Session) -> None:
             begun.ranks.join()
 
 
+@operator(
+    "gather_begin(Tensor[] shards, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor",
+    lambda shards, *_: shards[0].new_empty(1),
+)
 def _gather_begin(
     shards: list[Tensor], sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
@@ -101,6 +97,10 @@ def _gather_begin(
     return shards[0].new_empty(1)
 
 
+@operator(
+    "gather_end(Tensor token, int[] sizes, ScalarType dtype, int group_size, str group_name) -> Tensor[]",
+    lambda token, sizes, dtype, ranks, _: [token.new_empty(ranks * size, dtype=dtype) for size in sizes],
+)
 def _gather_end(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
     ranks, wholes = oldest("gather", group_name)
     pieces: list[tuple[Tensor, Tensor]] = []
@@ -123,6 +123,9 @@ def _rows(grads: list[Tensor], group_size: int) -> list[Tensor]:
     return [grad.view(group_size, -1) for grad in grads]
 
 
+@operator(
+    "reduce_begin(Tensor[] grads, int group_size, str group_name) -> Tensor", lambda grads, *_: grads[0].new_empty(1)
+)
 def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tensor:
     rows = _rows(grads, group_size)
     size = sum(row.shape[1] for row in rows)
@@ -133,6 +136,10 @@ def _reduce_begin(grads: list[Tensor], group_size: int, group_name: str) -> Tens
     return grads[0].new_empty(1)
 
 
+@operator(
+    "reduce_end(Tensor token, Tensor[] grads, bool mean, ScalarType dtype, int group_size, str group_name) -> Tensor",
+    lambda token, grads, _, dtype, ranks, __: token.new_empty(sum(g.numel() for g in grads) // ranks, dtype=dtype),
+)
 def _reduce_end(
     token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
@@ -161,32 +168,3 @@ def _add(a: Tensor, b: Tensor, divisor: int, out: Tensor) -> Tensor:
         return add(a, b, divisor, out)
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     return out.copy_((a.to(wide) + b.to(wide)) / divisor)
-
-
-for _name, _function in (
-    ("gather_begin", _gather_begin),
-    ("gather_end", _gather_end),
-    ("reduce_begin", _reduce_begin),
-    ("reduce_end", _reduce_end),
-):
-    torch.library.impl(f"stepgraph::{_name}", ("cpu", "cuda"), _function)
-
-
-@torch.library.register_fake("stepgraph::gather_begin")
-def _(shards: list[Tensor], sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
-    return shards[0].new_empty(1)
-
-
-@torch.library.register_fake("stepgraph::gather_end")
-def _(token: Tensor, sizes: list[int], dtype: torch.dtype, group_size: int, group_name: str) -> list[Tensor]:
-    return [token.new_empty(group_size * size, dtype=dtype) for size in sizes]
-
-
-@torch.library.register_fake("stepgraph::reduce_begin")
-def _(grads: list[Tensor], group_size: int, group_name: str) -> Tensor:
-    return grads[0].new_empty(1)
-
-
-@torch.library.register_fake("stepgraph::reduce_end")
-def _(token: Tensor, grads: list[Tensor], mean: bool, dtype: torch.dtype, group_size: int, group_name: str) -> Tensor:
-    return token.new_empty(sum(grad.numel() for grad in grads) // group_size, dtype=dtype)

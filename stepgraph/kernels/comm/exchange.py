@@ -18,7 +18,7 @@ Memory, flags and what is under way belong to a `Session`, which a captured step
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -34,6 +34,20 @@ _Key = tuple[str, Place | None]
 #: Channels of symmetric memory's signals: the part of a rank has come, one for each turn; where it goes is free again;
 #: a step begins.
 COME, FREE, STEP = (0, 1), 2, 3
+
+
+def operator(schema: str, fake: Callable, *kinds: str) -> Callable[[Callable], Callable]:
+    """Define the operator of ``schema`` under ``torch.ops.stepgraph``. The decorated function runs it, on a CPU and on
+    a GPU unless ``kinds`` names other keys of the dispatcher; ``fake`` is its fake implementation."""
+    name, _, rest = schema.partition("(")
+
+    def define(function: Callable) -> Callable:
+        torch.library.define(f"stepgraph::{name}", f"({rest}")
+        torch.library.impl(f"stepgraph::{name}", kinds or ("cpu", "cuda"), function)
+        torch.library.register_fake(f"stepgraph::{name}", fake)
+        return function
+
+    return define
 
 
 class Ranks(ABC):

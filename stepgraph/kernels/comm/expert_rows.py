@@ -27,18 +27,9 @@ import torch.distributed as dist
 from stepgraph import compat
 from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.comm.copy_collectives import oldest, start
-from stepgraph.kernels.comm.exchange import COME, FREE, Place, current
+from stepgraph.kernels.comm.exchange import COME, FREE, Place, current, operator
 
 Tensor = torch.Tensor
-
-for _schema in (
-    "counts_begin(Tensor counts, int group_size, str group_name) -> Tensor",
-    "counts_end(Tensor token, Tensor counts, int group_size, str group_name) -> (Tensor, Tensor)",
-    "expert_places(Tensor counts, Tensor place, int rows, int room) -> (Tensor, Tensor, Tensor)",
-    "rows_begin(Tensor x, Tensor? order, int slots, Tensor to, Tensor came, int group_size, str group_name) -> Tensor",
-    "rows_end(Tensor token, Tensor x, Tensor came, int group_size, str group_name, bool zero_rest=True) -> Tensor",
-):
-    torch.library.define(f"stepgraph::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 
 
 # What is under way. On a CPU messages, awaited from the beginning; on CUDA what kernels write.
@@ -193,6 +184,9 @@ def _launch_taking(
 # The operators
 
 
+@operator(
+    "counts_begin(Tensor counts, int group_size, str group_name) -> Tensor", lambda counts, *_: counts.new_empty(1)
+)
 def _counts_begin(counts: Tensor, group_size: int, group_name: str) -> Tensor:
     def begin(group: dist.ProcessGroup, place: Place) -> Any:
         if _writes(counts):
@@ -206,10 +200,18 @@ def _counts_begin(counts: Tensor, group_size: int, group_name: str) -> Tensor:
     return counts.new_empty(1)
 
 
+@operator(
+    "counts_end(Tensor token, Tensor counts, int group_size, str group_name) -> (Tensor, Tensor)",
+    lambda token, counts, ranks, _: (counts.new_empty(ranks, counts.shape[0]), counts.new_empty(())),
+)
 def _counts_end(token: Tensor, counts: Tensor, group_size: int, group_name: str) -> tuple[Tensor, Tensor]:
     return oldest("counts", group_name).take(counts, None), counts.new_full((), compat.process_group(group_name).rank())
 
 
+@operator(
+    "rows_begin(Tensor x, Tensor? order, int slots, Tensor to, Tensor came, int group_size, str group_name) -> Tensor",
+    lambda x, *_: x.new_empty(1),
+)
 def _rows_begin(
     x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str
 ) -> Tensor:
@@ -228,6 +230,10 @@ def _rows_begin(
     return x.new_empty(1)
 
 
+@operator(
+    "rows_end(Tensor token, Tensor x, Tensor came, int group_size, str group_name, bool zero_rest=True) -> Tensor",
+    lambda token, x, came, *_: x.new_empty(came.shape[0], x.shape[1]),
+)
 def _rows_end(
     token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str, zero_rest: bool = True
 ) -> Tensor:
@@ -260,49 +266,17 @@ def _spread(counts: Tensor, begins: Tensor, rank: Tensor, rows: int, room: int) 
     return torch.where(used & (to < room), rank[segment] * room + to, -1).int()
 
 
+def _new_places(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    ranks, experts = counts.shape
+    return tuple(counts.new_empty(n, dtype=torch.int32) for n in (rows, room, experts // ranks))
+
+
+@operator("expert_places(Tensor counts, Tensor place, int rows, int room) -> (Tensor, Tensor, Tensor)", _new_places)
 @launching("expert_places")
 def _expert_places(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
     if _writes(counts):
         return _kernels().places(counts, place, rows, room)
     return places_reference(counts, place, rows, room)
-
-
-for _name, _function in (
-    ("counts_begin", _counts_begin),
-    ("counts_end", _counts_end),
-    ("expert_places", _expert_places),
-    ("rows_begin", _rows_begin),
-    ("rows_end", _rows_end),
-):
-    torch.library.impl(f"stepgraph::{_name}", ("cpu", "cuda"), _function)
-
-
-@torch.library.register_fake("stepgraph::counts_begin")
-def _(counts: Tensor, group_size: int, group_name: str) -> Tensor:
-    return counts.new_empty(1)
-
-
-@torch.library.register_fake("stepgraph::counts_end")
-def _(token: Tensor, counts: Tensor, group_size: int, group_name: str) -> tuple[Tensor, Tensor]:
-    return counts.new_empty(group_size, counts.shape[0]), counts.new_empty(())
-
-
-@torch.library.register_fake("stepgraph::expert_places")
-def _(counts: Tensor, place: Tensor, rows: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    ranks, experts = counts.shape
-    return tuple(counts.new_empty(n, dtype=torch.int32) for n in (rows, room, experts // ranks))
-
-
-@torch.library.register_fake("stepgraph::rows_begin")
-def _(
-    x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str
-) -> Tensor:
-    return x.new_empty(1)
-
-
-@torch.library.register_fake("stepgraph::rows_end")
-def _(token: Tensor, x: Tensor, came: Tensor, group_size: int, group_name: str, zero_rest: bool = True) -> Tensor:
-    return x.new_empty(came.shape[0], x.shape[1])
 
 
 # Public functions

@@ -12,20 +12,16 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import Session, current
+from stepgraph.kernels.comm.exchange import Session, current, operator
 
 Tensor = torch.Tensor
-
-torch.library.define("stepgraph::send", "(Tensor x, int peer, str group_name) -> Tensor")
-torch.library.define(
-    "stepgraph::recv", "(int[] size, int[] stride, ScalarType dtype, Device device, int peer, str group_name) -> Tensor"
-)
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
+@operator("send(Tensor x, int peer, str group_name) -> Tensor", lambda x, *_: x.new_empty(0))
 def _send(x: Tensor, peer: int, group_name: str) -> Tensor:
     group, session = compat.process_group(group_name), current()
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # events of a recording cannot be queried
@@ -35,6 +31,11 @@ def _send(x: Tensor, peer: int, group_name: str) -> Tensor:
     return x.new_empty(0)
 
 
+@operator(
+    "recv(int[] size, int[] stride, ScalarType dtype, Device device, int peer, str group_name) -> Tensor",
+    lambda size, stride, dtype, device, *_: torch.empty_strided(size, stride, dtype=dtype, device=device),
+    "CompositeExplicitAutograd",
+)
 def _recv(
     size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, peer: int, group_name: str
 ) -> Tensor:
@@ -52,19 +53,3 @@ def sent(session: Session) -> None:
     session.sends = []
     for mail in session.mail.values():
         mail.join()
-
-
-torch.library.impl("stepgraph::send", ("cpu", "cuda"), _send)
-torch.library.impl("stepgraph::recv", "CompositeExplicitAutograd", _recv)
-
-
-@torch.library.register_fake("stepgraph::send")
-def _(x: Tensor, peer: int, group_name: str) -> Tensor:
-    return x.new_empty(0)
-
-
-@torch.library.register_fake("stepgraph::recv")
-def _(
-    size: list[int], stride: list[int], dtype: torch.dtype, device: torch.device, peer: int, group_name: str
-) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)

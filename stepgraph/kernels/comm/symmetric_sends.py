@@ -27,15 +27,9 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
-from stepgraph.kernels.comm.exchange import STEP, Session, Workspace, current
+from stepgraph.kernels.comm.exchange import STEP, Session, Workspace, current, operator
 
 Tensor = torch.Tensor
-
-torch.library.define("stepgraph::put", "(Tensor x, int peer, int[] box, str group_name) -> Tensor")
-torch.library.define(
-    "stepgraph::take",
-    "(int[] size, int[] stride, ScalarType dtype, Device device, int peer, int[] box, str group_name) -> Tensor",
-)
 
 
 def _writes(device: torch.device) -> bool:
@@ -124,6 +118,7 @@ def _flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
+@operator("put(Tensor x, int peer, int[] box, str group_name) -> Tensor", lambda x, *_: x.new_empty(0))
 def _put(x: Tensor, peer: int, box: list[int], group_name: str) -> Tensor:
     group, session, flat = compat.process_group(group_name), current(), _flat(x)
     if _writes(x.device):
@@ -134,6 +129,11 @@ def _put(x: Tensor, peer: int, box: list[int], group_name: str) -> Tensor:
     return x.new_empty(0)
 
 
+@operator(
+    "take(int[] size, int[] stride, ScalarType dtype, Device device, int peer, int[] box, str group_name) -> Tensor",
+    lambda size, stride, dtype, device, *_: torch.empty_strided(size, stride, dtype=dtype, device=device),
+    "CompositeExplicitAutograd",
+)
 def _take(
     size: list[int],
     stride: list[int],
@@ -150,25 +150,3 @@ def _take(
     else:
         dist.recv(_flat(made), group=group, group_src=peer, tag=box[0])
     return made
-
-
-torch.library.impl("stepgraph::put", ("cpu", "cuda"), _put)
-torch.library.impl("stepgraph::take", "CompositeExplicitAutograd", _take)
-
-
-@torch.library.register_fake("stepgraph::put")
-def _(x: Tensor, peer: int, box: list[int], group_name: str) -> Tensor:
-    return x.new_empty(0)
-
-
-@torch.library.register_fake("stepgraph::take")
-def _(
-    size: list[int],
-    stride: list[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    peer: int,
-    box: list[int],
-    group_name: str,
-) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)

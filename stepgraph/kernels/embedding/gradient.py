@@ -44,6 +44,4 @@ def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: i
     return reference(grad, indices, num_weights, padding_idx)
 
 
-@embedding_backward.register_fake
-def _(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
-    return grad.new_empty(num_weights, grad.shape[-1])
+embedding_backward.register_fake(lambda grad, indices, rows, _: grad.new_empty(rows, grad.shape[-1]))

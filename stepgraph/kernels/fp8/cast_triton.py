@@ -18,6 +18,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stepgraph.kernels.fp8.formats import MOST, SMALLEST
 
@@ -160,9 +161,7 @@ def row_configuration(C: int) -> tuple[int, int]:
     return block, min(max(block // 1024, 1), WARPS)
 
 
-def launch(
-    x: torch.Tensor, amax: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `cast.cast_scaled`."""
     scale, bits = torch.empty_like(amax), amax.view(torch.int32)
     q, transposed = _copies(x, dtype, rows, columns)
@@ -176,9 +175,7 @@ def launch(
     return scale, q, transposed
 
 
-def launch_rows(
-    x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `cast.cast_scaled_rows`."""
     q, transposed = _copies(x, dtype, rows, columns)
     scales = [x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed)]
@@ -197,8 +194,8 @@ def launch_rows(
 
 
 def launch_by_magnitudes(
-    x: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `magnitudes.cast_by_magnitudes`."""
     q, transposed = _copies(x, dtype, True, True)
     bits = [amax.view(torch.int32) for amax in (of_rows, of_columns)]
@@ -212,7 +209,7 @@ def launch_by_magnitudes(
     return q, scales[0], transposed, scales[1]
 
 
-def _transposed_before(x: torch.Tensor) -> bool:
+def _transposed_before(x: Tensor) -> bool:
     """Whether the kernel may not transpose. Triton 3.6 transposes values of 16 bits before it rounds them."""
     return _mixes_up_bytes() and (x.element_size() > 2 or triton.__version__ >= "3.7")
 
@@ -223,12 +220,12 @@ def _mixes_up_bytes() -> bool:
     return int(triton.knobs.nvidia.ptxas.version.split(".")[0]) < 13
 
 
-def _contiguous(x: torch.Tensor) -> torch.Tensor:
+def _contiguous(x: Tensor) -> Tensor:
     # `contiguous` asks a fake tensor's device for streams.
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
-def _cast_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
+def _cast_rows(x: Tensor, q: Tensor, scale: Tensor) -> None:
     """Rows alone: read once where a program holds one."""
     if x.shape[1] <= LONGEST:
         block, warps = row_configuration(x.shape[1])
@@ -242,7 +239,7 @@ def _cast_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> None:
         _cast(x, bits, None, q, q, scale, None, WHOLE=False, ROWS=True, COLUMNS=False)
 
 
-def _amax(x: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor, **forms: bool) -> None:
+def _amax(x: Tensor, row_bits: Tensor, column_bits: Tensor, **forms: bool) -> None:
     if forms["COLUMNS"] and _in_pairs(x):
         pairs = x.view(torch.int32)
         programs = triton.cdiv(pairs.shape[1], PAIRS) * triton.cdiv(pairs.shape[0], PAIRS_CHUNK)
@@ -256,15 +253,15 @@ def _amax(x: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor, **
     )
 
 
-def _in_pairs(x: torch.Tensor) -> bool:
+def _in_pairs(x: Tensor) -> bool:
     """Whether the elements of ``x`` can be read two at a time."""
     even = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and even
 
 
 def _cast(
-    x: torch.Tensor, row_bits: torch.Tensor, column_bits: torch.Tensor | None, q: torch.Tensor,
-    transposed: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor | None, **forms: bool,
+    x: Tensor, row_bits: Tensor, column_bits: Tensor | None, q: Tensor,
+    transposed: Tensor, row_scale: Tensor, column_scale: Tensor | None, **forms: bool
 ) -> None:  # fmt: skip
     _cast_kernel[_tiles(x, CAST_TALL, CAST_WIDE)](
         x, row_bits, column_bits, q, transposed, row_scale, column_scale, *x.shape, *x.stride(),
@@ -272,15 +269,15 @@ def _cast(
     )  # fmt: skip
 
 
-def _copies(x: torch.Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> list[torch.Tensor]:
+def _copies(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> list[Tensor]:
     shapes = ((x.shape, rows), (x.shape[::-1], columns))
     return [x.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in shapes]
 
 
-def _tiles(x: torch.Tensor, tall: int, wide: int) -> tuple[int]:
+def _tiles(x: Tensor, tall: int, wide: int) -> tuple[int]:
     return (triton.cdiv(x.shape[0], tall) * triton.cdiv(x.shape[1], wide),)
 
 
-def _on(x: torch.Tensor) -> contextlib.AbstractContextManager:
+def _on(x: Tensor) -> contextlib.AbstractContextManager:
     """The device that ``x`` is on, for a launch."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

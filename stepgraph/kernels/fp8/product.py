@@ -47,9 +47,9 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | Non
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
 
 
-@register_flop_formula(torch.ops.stepgraph.scaled_product)
-def _flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[0]
+register_flop_formula(torch.ops.stepgraph.scaled_product)(
+    lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[0]
+)
 
 
 def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> None:

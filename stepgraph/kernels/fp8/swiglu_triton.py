@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _rounded, _scale, _top
@@ -145,9 +146,7 @@ def _store_cast(value, q, scale, row, column, C, SMALLEST: tl.constexpr, MOST: t
     tl.store(scale + row + tl.zeros([1], tl.int32), _scale(top, MOST))
 
 
-def launch(
-    gate: torch.Tensor, up: torch.Tensor, dtype: torch.dtype, keep: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `swiglu.swiglu_cast_rows`. A row that no program holds takes the kernels of each operator alone."""
     columns = gate.shape[-1]
     if columns > cast_triton.LONGEST:
@@ -167,9 +166,7 @@ def launch(
     return y, q, scale
 
 
-def launch_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, results: tuple[torch.Tensor, ...], keep: bool
-) -> None:
+def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, results: tuple[Tensor, ...], keep: bool) -> None:
     """As `swiglu.swiglu_backward_cast_rows`, into ``results``. Rows of up to `cast_triton.LONGEST`."""
     dgate, dup, q_gate, scale_gate, q_up, scale_up = results
     columns = gate.shape[-1]
@@ -182,9 +179,7 @@ def launch_backward(
         )  # fmt: skip
 
 
-def launch_magnitudes(
-    gate: torch.Tensor, up: torch.Tensor, columns: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `magnitudes.swiglu_magnitudes`."""
     y, (gate, up) = gate.new_empty(gate.shape), (_rows(t) for t in (gate, up))
     bits = _zeros(gate, columns)
@@ -196,9 +191,7 @@ def launch_magnitudes(
     return y, *(b.view(torch.float32) for b in bits)
 
 
-def launch_backward_magnitudes(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, columns: bool
-) -> tuple[torch.Tensor, ...]:
+def launch_backward_magnitudes(dy: Tensor, gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, ...]:
     """As `magnitudes.swiglu_backward_magnitudes`."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     dy, gate, up = (_rows(t) for t in (dy, gate, up))
@@ -211,11 +204,11 @@ def launch_backward_magnitudes(
     return dgate, dup, *(b.view(torch.float32) for b in bits)
 
 
-def _programs(x: torch.Tensor) -> tuple[int]:
+def _programs(x: Tensor) -> tuple[int]:
     return (triton.cdiv(x.shape[0], CHUNK) * triton.cdiv(x.shape[1], WIDE),)
 
 
-def _zeros(x: torch.Tensor, columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _zeros(x: Tensor, columns: bool) -> tuple[Tensor, Tensor]:
     """For the magnitudes of rows and of columns."""
     R, C = x.shape
     rows, across = (torch.zeros(n, dtype=torch.int32, device=x.device) for n in (R, C if columns else 0))
@@ -228,7 +221,7 @@ def backward_configuration(C: int, itemsize: int) -> tuple[int, int]:
     return block, min(max(block // 512, 1), 32 // itemsize)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """``x`` as a matrix whose rows are dense."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

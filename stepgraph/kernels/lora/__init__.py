@@ -1,5 +1,3 @@
 """Low-rank adapters: their product and the base layer's, accumulated into one result."""
 
 from stepgraph.kernels.lora.sums import sum_products
-
-__all__ = ["sum_products"]

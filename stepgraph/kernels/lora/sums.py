@@ -7,7 +7,6 @@ The first product writes the result, each other one adds to it (cuBLAS: beta = 1
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -55,9 +54,9 @@ def _(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scal
     return a[0].new_empty(a[0].shape[0], b[0].shape[1])
 
 
-@register_flop_formula(torch.ops.stepgraph.sum_products)
-def _flops(a_shapes: Sequence[torch.Size], b_shapes: Sequence[torch.Size], *_: Any, **__: Any) -> int:
-    return sum(2 * a[0] * a[1] * b[1] for a, b in zip(a_shapes, b_shapes, strict=True))
+register_flop_formula(torch.ops.stepgraph.sum_products)(
+    lambda a_shapes, b_shapes, *_, **__: sum(2 * a[0] * a[1] * b[1] for a, b in zip(a_shapes, b_shapes, strict=True))
+)
 
 
 def _check(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> None:

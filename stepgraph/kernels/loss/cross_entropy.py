@@ -8,13 +8,12 @@ kernels make three, and no second tensor of its size.
 """
 
 import torch
+from torch import Tensor
 
 from stepgraph.kernels.ahead import launching
 
 
-def reference(
-    logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int) -> tuple[Tensor, Tensor]:
     """(loss, gradient of the logits), in plain torch; arguments as in `cross_entropy_`."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logs = wide.log_softmax(1)
@@ -30,9 +29,7 @@ def reference(
 
 @torch.library.custom_op("stepgraph::cross_entropy_", mutates_args={"logits"})
 @launching("cross_entropy_")
-def cross_entropy_(
-    logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int
-) -> torch.Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int) -> Tensor:
     """The cross entropy of ``logits``, which are overwritten with their gradient.
 
     Args:
@@ -55,6 +52,4 @@ def cross_entropy_(
     return loss.float()
 
 
-@cross_entropy_.register_fake
-def _(logits: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, mean: bool, ignore: int) -> torch.Tensor:
-    return logits.new_empty((), dtype=torch.float32)
+cross_entropy_.register_fake(lambda logits, *_: logits.new_empty((), dtype=torch.float32))

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
@@ -56,19 +57,14 @@ def configuration(V: int) -> tuple[int, int]:
     return block, min(max(block // 1024, 1), 4)
 
 
-def in_rows(logits: torch.Tensor) -> torch.Tensor:
+def in_rows(logits: Tensor) -> Tensor:
     """``logits`` (M, V), or a copy where the elements of a row are not contiguous."""
     return logits if logits.shape[1] <= 1 or logits.stride(1) == 1 else logits.contiguous()
 
 
 def launch(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    grad: torch.Tensor,
-    mean: bool,
-    ignore: int,
-    config: tuple[int, int] | None = None,
-) -> torch.Tensor:
+    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, config: tuple[int, int] | None = None
+) -> Tensor:
     """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     given, logits = logits, in_rows(logits)
     rows, V = logits.shape

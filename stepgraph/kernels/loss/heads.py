@@ -16,7 +16,6 @@ from stepgraph.kernels.loss.tokens import token_gradient_, token_kl_gradient_, t
 
 #: Bytes of the logits of a part, and the fewest rows for products that are as fast as over all.
 PART_BYTES, FEWEST_ROWS = 5 * 2**28, 2048
-Tensors = tuple[torch.Tensor, ...]
 
 
 def parts_of(rows: int, columns: int, itemsize: int, part_bytes: int = PART_BYTES) -> int:

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stepgraph.kernels.loss.cross_entropy_triton import configuration, in_rows
 
@@ -52,7 +53,7 @@ def gradient_configuration(V: int) -> tuple[int, int]:
     return block, max(block // 512, 1)
 
 
-def launch_parts(logits: torch.Tensor, config: tuple[int, int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_parts(logits: Tensor, config: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
     """As `split.softmax_parts`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     logits = in_rows(logits)
     rows, V = logits.shape
@@ -65,11 +66,7 @@ def launch_parts(logits: torch.Tensor, config: tuple[int, int] | None = None) ->
 
 
 def launch_gradient(
-    logits: torch.Tensor,
-    log_sum: torch.Tensor,
-    column: torch.Tensor,
-    slope: torch.Tensor,
-    config: tuple[int, int] | None = None,
+    logits: Tensor, log_sum: Tensor, column: Tensor, slope: Tensor, config: tuple[int, int] | None = None
 ) -> None:
     """As `split.split_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
     given, logits = logits, in_rows(logits)

@@ -15,13 +15,12 @@ pair), so the forward keeps a few numbers per row, and the backward overwrites l
 """
 
 import torch
+from torch import Tensor
 
 from stepgraph.kernels.ahead import launching
 
 
-def stats_reference(
-    logits: torch.Tensor, labels: torch.Tensor, scale: float, ignore: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def stats_reference(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
     """`token_stats` in plain torch."""
     z = _wide(logits, scale)
     log_sum = z.logsumexp(1)
@@ -32,9 +31,9 @@ def stats_reference(
 
 
 def gradient_reference(
-    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, entropy: torch.Tensor, slope: torch.Tensor,
-    entropy_slope: torch.Tensor, scale: float, ignore: int,
-) -> torch.Tensor:  # fmt: skip
+    logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor,
+    entropy_slope: Tensor, scale: float, ignore: int
+) -> Tensor:  # fmt: skip
     """What `token_gradient_` writes, in plain torch."""
     logs = _wide(logits, scale) - log_sum.unsqueeze(1)
     p = logs.exp()
@@ -45,9 +44,7 @@ def gradient_reference(
     return ((of_label - of_entropy) * scale).masked_fill(none.unsqueeze(1), 0.0).to(logits.dtype)
 
 
-def kl_reference(
-    logits: torch.Tensor, other: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def kl_reference(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """`token_kl_stats` in plain torch."""
     z, o = _wide(logits, scale), _wide(other, scale)
     sums = z.logsumexp(1), o.logsumexp(1)
@@ -56,9 +53,9 @@ def kl_reference(
 
 
 def kl_gradient_reference(
-    logits: torch.Tensor, other: torch.Tensor, log_sum: torch.Tensor, other_log_sum: torch.Tensor, kl: torch.Tensor,
-    slope: torch.Tensor, scale: float, of_p: bool,
-) -> torch.Tensor:  # fmt: skip
+    logits: Tensor, other: Tensor, log_sum: Tensor, other_log_sum: Tensor, kl: Tensor,
+    slope: Tensor, scale: float, of_p: bool
+) -> Tensor:  # fmt: skip
     """What `token_kl_gradient_` writes, in plain torch."""
     logs, others = _wide(logits, scale) - log_sum.unsqueeze(1), _wide(other, scale) - other_log_sum.unsqueeze(1)
     p = logs.exp()
@@ -66,24 +63,22 @@ def kl_gradient_reference(
     return (slopes * (slope * scale).unsqueeze(1)).masked_fill((slope == 0).unsqueeze(1), 0.0).to(logits.dtype)
 
 
-def _wide(logits: torch.Tensor, scale: float) -> torch.Tensor:
+def _wide(logits: Tensor, scale: float) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
 
 
-def _product(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _product(p: Tensor, x: Tensor) -> Tensor:
     """``p * x``, 0 where p is 0, whatever x is there."""
     return torch.where(p > 0, p * x, 0.0)
 
 
-def _expected(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _expected(p: Tensor, x: Tensor) -> Tensor:
     return _product(p, x).sum(1)
 
 
 @torch.library.custom_op("stepgraph::token_stats", mutates_args=())
 @launching("token_stats")
-def token_stats(
-    logits: torch.Tensor, labels: torch.Tensor, scale: float, ignore: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the label and entropy of each row, in one pass.
 
     Args:
@@ -106,8 +101,8 @@ def token_stats(
 @torch.library.custom_op("stepgraph::token_gradient_", mutates_args={"logits"})
 @launching("token_gradient_")
 def token_gradient_(
-    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, entropy: torch.Tensor, slope: torch.Tensor,
-    entropy_slope: torch.Tensor, scale: float, ignore: int,
+    logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor,
+    entropy_slope: Tensor, scale: float, ignore: int
 ) -> None:  # fmt: skip
     """Write over ``logits`` their gradient, of what `token_stats` gave for the same arguments.
 
@@ -128,9 +123,7 @@ def token_gradient_(
 
 @torch.library.custom_op("stepgraph::token_kl_stats", mutates_args=())
 @launching("token_kl_stats")
-def token_kl_stats(
-    logits: torch.Tensor, other: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def token_kl_stats(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p || q) of each row, p by ``logits`` and q by ``other``, in one pass.
 
     Args:
@@ -153,8 +146,8 @@ def token_kl_stats(
 @torch.library.custom_op("stepgraph::token_kl_gradient_", mutates_args={"logits"})
 @launching("token_kl_gradient_")
 def token_kl_gradient_(
-    logits: torch.Tensor, other: torch.Tensor, log_sum: torch.Tensor, other_log_sum: torch.Tensor, kl: torch.Tensor,
-    slope: torch.Tensor, scale: float, of_p: bool,
+    logits: Tensor, other: Tensor, log_sum: Tensor, other_log_sum: Tensor, kl: Tensor,
+    slope: Tensor, scale: float, of_p: bool
 ) -> None:  # fmt: skip
     """Write over ``logits`` the gradient of a KL divergence from ``other``.
 
@@ -174,20 +167,16 @@ def token_kl_gradient_(
         logits.copy_(kl_gradient_reference(*arguments))
 
 
-def _narrow(found: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _narrow(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(value.float() for value in found)
 
 
-def _three_of_rows(logits: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _three_of_rows(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     a, b, c = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
     return a, b, c
 
 
-def _written(*_: object) -> None:
-    return None
-
-
 token_stats.register_fake(_three_of_rows)
 token_kl_stats.register_fake(_three_of_rows)
-token_gradient_.register_fake(_written)
-token_kl_gradient_.register_fake(_written)
+token_gradient_.register_fake(lambda *_: None)
+token_kl_gradient_.register_fake(lambda *_: None)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stepgraph.kernels.loss.cross_entropy_triton import configuration, in_rows
 from stepgraph.kernels.loss.split_triton import gradient_configuration
@@ -133,8 +134,8 @@ Config = tuple[int, int] | None
 
 
 def launch_stats(
-    logits: torch.Tensor, labels: torch.Tensor, scale: float, ignore: int, config: Config = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, labels: Tensor, scale: float, ignore: int, config: Config = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `tokens.token_stats`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     logits = in_rows(logits)
     rows, V = logits.shape
@@ -148,15 +149,13 @@ def launch_stats(
     return log_prob, log_sum, entropy
 
 
-def launch_gradient(logits: torch.Tensor, *rest: Any, config: Config = None) -> None:
+def launch_gradient(logits: Tensor, *rest: Any, config: Config = None) -> None:
     """As `tokens.token_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
     *numbers, scale, ignore = rest
     _write(_gradient_kernel, (logits,), numbers, config, scale, ignore)
 
 
-def launch_kl(
-    logits: torch.Tensor, other: torch.Tensor, scale: float, config: Config = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def launch_kl(logits: Tensor, other: Tensor, scale: float, config: Config = None) -> tuple[Tensor, Tensor, Tensor]:
     """As `tokens.token_kl_stats`. ``config``: (BLOCK, warps), see `_kl_configuration`."""
     logits, other = in_rows(logits), in_rows(other)
     rows, V = logits.shape
@@ -176,19 +175,14 @@ def kl_configuration(V: int) -> tuple[int, int]:
     return max(block // 2, 128), warps
 
 
-def launch_kl_gradient(logits: torch.Tensor, other: torch.Tensor, *rest: Any, config: Config = None) -> None:
+def launch_kl_gradient(logits: Tensor, other: Tensor, *rest: Any, config: Config = None) -> None:
     """As `tokens.token_kl_gradient_`. ``config``: (BLOCK, warps), see `gradient_configuration`."""
     *numbers, scale, of_p = rest
     _write(_kl_gradient_kernel, (logits, other), numbers, config, scale, OF_P=of_p)
 
 
 def _write(
-    kernel: Any,
-    logits: tuple[torch.Tensor, ...],
-    numbers: list[torch.Tensor],
-    config: Config,
-    *rest: Any,
-    **flags: bool,
+    kernel: Any, logits: tuple[Tensor, ...], numbers: list[Tensor], config: Config, *rest: Any, **flags: bool
 ) -> None:
     """Write a gradient over the first of ``logits``; ``numbers``: of each row."""
     both = [in_rows(one) for one in logits]

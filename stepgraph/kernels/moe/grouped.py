@@ -180,14 +180,12 @@ grouped_mm_weight.register_autograd(_gradient_of_gradient, setup_context=_save)
 # Multiplications and additions as `torch.utils.flop_counter` counts them, had every row an expert.
 
 
-@register_flop_formula(torch.ops.stepgraph.grouped_mm)
-def _flops(rows_shape: torch.Size, weight_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * rows_shape[0] * rows_shape[1] * weight_shape[2]
-
-
-@register_flop_formula(torch.ops.stepgraph.grouped_mm_weight)
-def _weight_flops(rows_shape: torch.Size, dy_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * rows_shape[0] * rows_shape[1] * dy_shape[1]
+register_flop_formula(torch.ops.stepgraph.grouped_mm)(
+    lambda rows_shape, weight_shape, *_, **__: 2 * rows_shape[0] * rows_shape[1] * weight_shape[2]
+)
+register_flop_formula(torch.ops.stepgraph.grouped_mm_weight)(
+    lambda rows_shape, dy_shape, *_, **__: 2 * rows_shape[0] * rows_shape[1] * dy_shape[1]
+)
 
 
 # Checks

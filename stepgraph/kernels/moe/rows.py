@@ -120,9 +120,9 @@ def _(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None
     return rows.new_empty(places.shape[0], rows.shape[1])
 
 
-@_combine_backward.register_fake
-def _(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+_combine_backward.register_fake(
+    lambda dy, rows, places, weights, order: (rows.new_empty(rows.shape), weights.new_empty(weights.shape))
+)
 
 
 # Gradients

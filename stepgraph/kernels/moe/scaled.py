@@ -213,14 +213,12 @@ def _(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return q, x.new_empty(experts, C, dtype=torch.float32), torch.empty_like(offsets)
 
 
-@register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)
-def _flops(rows_shape: torch.Size, weight_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * rows_shape[0] * weight_shape[2] * weight_shape[1]
-
-
-@register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)
-def _weight_flops(a_shape: torch.Size, b_shape: torch.Size, *_: object, **__: object) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[0]
+register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)(
+    lambda rows_shape, weight_shape, *_, **__: 2 * rows_shape[0] * weight_shape[2] * weight_shape[1]
+)
+register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)(
+    lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[0]
+)
 
 
 def _check_groups(x: Tensor, dtype: torch.dtype) -> None:

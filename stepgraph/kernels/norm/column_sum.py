@@ -23,9 +23,7 @@ def column_sum(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 torch.library.define("stepgraph::column_sum", "(Tensor x, ScalarType dtype) -> Tensor")
 
 
-@torch.library.impl("stepgraph::column_sum", "CPU")
-def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.sum(0).to(dtype)
+torch.library.impl("stepgraph::column_sum", "CPU", lambda x, dtype: x.sum(0).to(dtype))
 
 
 @torch.library.impl("stepgraph::column_sum", "CUDA")
@@ -45,6 +43,4 @@ def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return total
 
 
-@torch.library.register_fake("stepgraph::column_sum")
-def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.new_empty(x.shape[1], dtype=dtype)
+torch.library.register_fake("stepgraph::column_sum", lambda x, dtype: x.new_empty(x.shape[1], dtype=dtype))

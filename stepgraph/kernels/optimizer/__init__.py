@@ -1,5 +1,3 @@
 """Operators of the optimizer's update."""
 
 from stepgraph.kernels.optimizer.add_scaled import add_scaled
-
-__all__ = ["add_scaled"]

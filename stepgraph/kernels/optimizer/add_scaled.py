@@ -24,21 +24,7 @@ def add_scaled(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.T
     return torch.ops.stepgraph.add_scaled(x, y, scale)
 
 
-@torch.library.impl("stepgraph::add_scaled", "CPU")
-def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.add(x, y, alpha=scale.item())
-
-
-@torch.library.impl("stepgraph::add_scaled_", "CPU")
-def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x.add_(y, alpha=scale.item())
-
-
-@torch.library.register_fake("stepgraph::add_scaled")
-def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.add(x, y)
-
-
-@torch.library.register_fake("stepgraph::add_scaled_")
-def _(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x
+torch.library.impl("stepgraph::add_scaled", "CPU", lambda x, y, scale: torch.add(x, y, alpha=scale.item()))
+torch.library.impl("stepgraph::add_scaled_", "CPU", lambda x, y, scale: x.add_(y, alpha=scale.item()))
+torch.library.register_fake("stepgraph::add_scaled", lambda x, y, _: torch.add(x, y))
+torch.library.register_fake("stepgraph::add_scaled_", lambda x, *_: x)

@@ -4,16 +4,3 @@ from stepgraph.kernels.quant.experts import quantize_experts
 from stepgraph.kernels.quant.linear import KINDS, Fp8Linear, Nf4Linear, QuantizedLinear, quantize_linear
 from stepgraph.kernels.quant.nf4 import Quantized, dequantize_4bit, quantize
 from stepgraph.kernels.quant.weight import QuantizedWeight
-
-__all__ = [
-    "KINDS",
-    "Fp8Linear",
-    "Nf4Linear",
-    "Quantized",
-    "QuantizedLinear",
-    "QuantizedWeight",
-    "dequantize_4bit",
-    "quantize",
-    "quantize_experts",
-    "quantize_linear",
-]

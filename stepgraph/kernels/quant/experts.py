@@ -13,7 +13,7 @@ from functools import partial, partialmethod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepgraph.errors import unknown_name
 from stepgraph.kernels.quant.formats import BLOCK
@@ -31,12 +31,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramet
 
 
 def quantize_experts(
-    model: nn.Module,
-    kind: str,
-    *,
-    skip: Collection[str] = (),
-    device: torch.device | None = None,
-    back: bool = False,
+    model: nn.Module, kind: str, *, skip: Collection[str] = (), device: torch.device | None = None, back: bool = False
 ) -> tuple[dict[str, QuantizedWeight], str]:
     """Replace the frozen weights of experts in ``model``, but those at the paths ``skip``, by their bits.
 
@@ -76,7 +71,7 @@ def _replace(module: nn.Module, name: str, new: QuantizedWeight) -> None:
     module.__class__ = type(base.__name__, (base,), members | {"__qualname__": base.__qualname__})
 
 
-def _whole(name: str, place: str, module: nn.Module) -> torch.Tensor:
+def _whole(name: str, place: str, module: nn.Module) -> Tensor:
     if name not in module._buffers:  # torch has its place
         raise AttributeError(name)
     return module._modules[place].dequantize()

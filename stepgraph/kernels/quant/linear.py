@@ -118,12 +118,7 @@ KINDS: dict[str, type[QuantizedLinear]] = {"nf4": Nf4Linear, "fp8": Fp8Linear}
 
 
 def quantize_linear(
-    model: nn.Module,
-    kind: str,
-    *,
-    skip: Collection[str] = (),
-    device: torch.device | None = None,
-    back: bool = False,
+    model: nn.Module, kind: str, *, skip: Collection[str] = (), device: torch.device | None = None, back: bool = False
 ) -> list[str]:
     """Replace the frozen form of every ``nn.Linear`` in ``model`` but those at the paths ``skip``; their paths.
 

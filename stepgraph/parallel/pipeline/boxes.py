@@ -9,7 +9,7 @@ each has one stage, and fewer than twice as many where each has two, however man
 from collections import defaultdict
 from collections.abc import Sequence
 
-from stepgraph.graph.calls import Call
+from stepgraph.graph.step_graph import Call
 from stepgraph.parallel.pipeline.messages import Channel, message_of
 
 

@@ -8,16 +8,15 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from stepgraph import compat
-from stepgraph.capture.stages.forward import trace_forward
-from stepgraph.capture.stages.share import Share
+from stepgraph.capture.forward import trace_forward
+from stepgraph.capture.gradients import Share
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
-from stepgraph.graph.calls import Call
 from stepgraph.graph.collectives import spans_machines
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.stages import Cut
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.graph.values import Parameter
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named

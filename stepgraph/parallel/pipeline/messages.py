@@ -21,7 +21,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from stepgraph.graph.calls import Call
+from stepgraph.graph.step_graph import Call
 from stepgraph.parallel.pipeline.schedules import target_of
 from stepgraph.parallel.pipeline.timeline import on_paper
 

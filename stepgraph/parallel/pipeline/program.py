@@ -8,12 +8,11 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import CaptureError
-from stepgraph.graph.calls import Call, Kind, graph_name
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
-from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.step_graph import Call, InputSpec, Kind, StepGraph, graph_name
 from stepgraph.graph.values import Loss, Output, Parameter, TotalLoss, Value
 from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
 from stepgraph.parallel.pipeline.boxes import places_of

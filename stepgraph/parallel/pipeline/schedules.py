@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 
 
 @dataclass(frozen=True)

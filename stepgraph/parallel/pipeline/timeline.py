@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of, source_of, work_of
 
 _UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}

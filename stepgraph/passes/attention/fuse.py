@@ -30,12 +30,12 @@ from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, is_cast, only_user, packet
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.attention.backends import refusal
+from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.flex import FlexNodes
 from stepgraph.passes.attention.mask import HIDDEN, Masks
 from stepgraph.passes.attention.nodes import take_place
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 
@@ -47,20 +47,10 @@ _LEAST = -1e30
 _ALIGNED = 16  # keys that the memory-efficient kernel takes the rows of a bias in
 
 
-@dataclass(frozen=True)
-class FuseAttentionOptions:
-    """``compiled``: Inductor compiles FlexAttention. ``capability``: the GPU's, None where unknown.
-    ``deterministic``: backward must repeat itself bit for bit."""
-
-    compiled: bool = True
-    capability: tuple[int, int] | None = None
-    deterministic: bool = False
-
-
 @register(
     "fuse_attention",
     "numerics",
-    options=FuseAttentionOptions(),
+    options=AttentionOptions(),
     needs_cuda=True,
     from_options=lambda options: (
         {"compiled": options.compiles_attention}
@@ -71,7 +61,7 @@ class FuseAttentionOptions:
         options, capability=target.capability, deterministic=torch.are_deterministic_algorithms_enabled()
     ),
 )
-def fuse_attention(step: StepGraph, options: FuseAttentionOptions, report: PassReport) -> None:
+def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassReport) -> None:
     """Run attention that is written out as products and a softmax by fused kernels."""
     aliases = Aliases(step.graph)
     softmaxes = [node for node in step.graph.nodes if packet(node) in _SOFTMAXES]
@@ -482,7 +472,7 @@ class _Written:
         v, d = _peeled(self.v, (B, H, S, D_v))
         self.inputs, self.numbers = (q, k, v), (a, b, d)
 
-    def backend(self, options: FuseAttentionOptions) -> str:
+    def backend(self, options: AttentionOptions) -> str:
         """Which kernels run it, or why none does."""
         B, H, T, S = self.shape
         widths = [self.q.meta["val"].shape[-1], self.v.meta["val"].shape[-1]]

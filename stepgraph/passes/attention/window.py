@@ -22,10 +22,9 @@ from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, getitem_users
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.attention.mask import Band, Masks
 from stepgraph.passes.attention.nodes import Attention, attention_of, odd_scale, take_place
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 

@@ -7,9 +7,8 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import replace
 from stepgraph.graph.facts import is_overload, is_view
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.cleanup.views import reshaped_in_place
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 

@@ -5,8 +5,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import replace
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 _FILLS = {aten.fill_.Tensor: aten.fill_.Scalar, aten.fill.Tensor: aten.fill.Scalar}

@@ -1,8 +1,7 @@
 """Removes nodes that nothing reads. Exact."""
 
 from stepgraph.graph.facts import is_pure
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 
 @register("dead_code", "exact")

@@ -6,8 +6,7 @@ from torch import fx
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import argument
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 

@@ -13,8 +13,7 @@ from torch import fx
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import erase_unread, replace
 from stepgraph.graph.facts import argument, is_view
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 #: By comparison with a number: for the smallest and largest value that can come, whether it always or never holds.

@@ -7,8 +7,7 @@ from torch import fx
 
 from stepgraph.graph.edit import replace
 from stepgraph.graph.facts import is_overload, is_view
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 
 @register("remove_noop_views", "exact")

@@ -29,8 +29,7 @@ from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_pure, upstream
 from stepgraph.graph.provenance import phase_of, role_of, set_role
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 

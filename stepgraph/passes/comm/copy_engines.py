@@ -23,8 +23,7 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, spans_machines
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 

@@ -20,16 +20,15 @@ import torch
 from torch import fx
 
 from stepgraph.costs.memory import estimate_memory
-from stepgraph.graph.calls import Kind
 from stepgraph.graph.collectives import gathers, tail
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_pure, is_view, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.stages import extract, new_input
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Kind
 from stepgraph.graph.values import Accumulator, Parameter, Value
 from stepgraph.passes.comm.unshard import Budget, ReshardOptions, fits, for_gpu, recipe
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 

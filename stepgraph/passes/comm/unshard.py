@@ -18,10 +18,8 @@ from stepgraph.graph.collectives import ALL_REDUCE, WAIT, Collective, by_region,
 from stepgraph.graph.edit import erase_unread
 from stepgraph.graph.facts import is_pure, tensor_bytes, upstream
 from stepgraph.graph.provenance import phase_of, provenance, set_provenance
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
-from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.target import Target
+from stepgraph.passes.contract import PassReport, StepGraph, Target, register
 
 RESHARD = ("never", "always", "auto")
 

@@ -9,8 +9,7 @@ for by streams' events, and the first step, which is not recorded, opens their c
 All calls of a rank of a pipeline become one CUDA graph where none needs the host (`record_whole`). A graph that
 keeps values for another is recorded in no other way: where they lie changes from call to call.
 
-The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` and `stepgraph.run.whole` record and replay
-them.
+The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` records and replays them.
 """
 
 from collections.abc import Set
@@ -21,9 +20,8 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import is_mutating, is_random
 from stepgraph.graph.partition import describe, needs_host, split, tensors_of
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 _KEEPS = "what a stage keeps for its backward lies elsewhere for each microbatch"
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import compat
-from stepgraph.inductor.compiled import Compiled
+from stepgraph.inductor.library import Compiled
 from stepgraph.inductor.packed import unpack
 from stepgraph.passes.compile.helpers import Request  # and, as all passes are, the operators that pieces call
 

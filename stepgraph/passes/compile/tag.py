@@ -6,9 +6,8 @@ Matches: what `regions` finds. Before -> after: nodes -> the same nodes, tagged.
 from dataclasses import dataclass
 
 from stepgraph.errors import unknown_name
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.passes.compile.regions import MATCHERS, tag_regions
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import stepgraph.kernels.embedding.gradient  # noqa: F401  (defines torch.ops.st
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import argument
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,8 +17,7 @@ from torch import fx
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import only_user
 from stepgraph.passes.loss.head import readers
-from stepgraph.passes.loss.terms import SOFTMAXES
-from stepgraph.passes.loss.tokens import BACKWARDS, PRODUCTS, factor_of, keeps_rows, pads_rows
+from stepgraph.passes.loss.tokens import BACKWARDS, PRODUCTS, SOFTMAXES, factor_of, keeps_rows, pads_rows
 
 aten = torch.ops.aten
 

@@ -18,8 +18,7 @@ import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.st
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.loss import apart, chunk, split, tokens
 from stepgraph.passes.loss.head import SAME, Head, readers
 

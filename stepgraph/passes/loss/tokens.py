@@ -3,7 +3,7 @@
 Matches: ``_log_softmax`` (and ``_softmax``) of the logits ``x w^T`` (with a bias, a factor, casts, reshapes and slices
 of rows between), read by a ``gather`` of one label per token, by sums over the vocabulary of p log p, p log q and
 q log p, where q is of another head without a gradient, and in backward by what their gradients become; in any way of
-writing these (see `terms`). DPO, GRPO, entropy bonuses and distillation (``F.kl_div``) have them.
+writing these (see `Reading`). DPO, GRPO, entropy bonuses and distillation (``F.kl_div``) have them.
 
     before: logits = x w^T                 after, for each part of the rows of x, one after the other:
             logs = log_softmax(logits)             logits = x_i w^T; log_prob_i, log_sum_i, entropy_i = stats(logits)
@@ -18,8 +18,14 @@ Numbers: the operators compute in fp32 whatever ``logs`` has, and round once. ``
 A sum of a p log p + b p log q + c q log q + d q log p is -(a + b) H(p) - b KL(p || q) - (c + d) H(q) - d KL(q || p).
 The softmax's backward takes away what a gradient has of p itself, so that the gradient a p log p + b p log q + e q of
 the log-probabilities is that of -(a + b) H(p) - b KL(p || q) - e KL(q || p).
+
+Sums of products of probabilities and log-probabilities, as losses over a vocabulary are written.
+
+A node of such an expression is a polynomial in p and log p of softmaxes and in values of rows: ``g p (log p - log q)``
+is ``{(g, p, log p): 1, (g, p, log q): -1}``. Two ways to write one thing have one polynomial.
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -35,9 +41,99 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_cast, is_pure, only_user, upstream
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.passes.loss.head import RESHAPES, SAME, Head, place, readers, unfit
-from stepgraph.passes.loss.terms import LOG, SOFTMAXES, P, Reading, Symbol, Terms, plus, times
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
+#: p or log p of the logits that a softmax takes, or a value of each row.
+Symbol = tuple[str, fx.Node] | fx.Node
+Terms = dict[tuple[Symbol, ...], float]
+
+P, LOG = "p", "log"
+SOFTMAXES = {aten._log_softmax.default: LOG, aten._softmax.default: P}
+_MOST = 32  # terms of what is looked at
+
+
+def times(one: Terms, other: Terms) -> Terms:
+    """The product of two polynomials."""
+    found: Terms = {}
+    for (a, x), (b, y) in itertools.product(one.items(), other.items()):
+        key = tuple(sorted((*a, *b), key=_order))
+        found[key] = found.get(key, 0.0) + x * y
+    return {key: value for key, value in found.items() if value}
+
+
+def plus(one: Terms, other: Terms, factor: float = 1.0) -> Terms:
+    """``one + factor * other``."""
+    found = {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in {**one, **other}}
+    return {key: value for key, value in found.items() if value}
+
+
+def _order(symbol: Symbol) -> tuple[str, str]:
+    return ("", symbol.name) if isinstance(symbol, fx.Node) else (symbol[0], symbol[1].name)
+
+
+class Reading:
+    """The polynomials of a graph's nodes, each worked out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[fx.Node, Terms | None] = {}
+
+    def __call__(self, node: fx.Node) -> Terms | None:
+        """What ``node`` is; None if it is no such polynomial."""
+        if node not in self._known:
+            found = self._read(node)
+            self._known[node] = None if found is None or len(found) > _MOST else found
+        return self._known[node]
+
+    def _read(self, node: fx.Node) -> Terms | None:
+        value, target = node.meta.get("val"), node.target
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return None
+        if _is_of_row(node):
+            return {(node,): 1.0}
+        if target in SOFTMAXES:
+            over = node.args[1] in (-1, value.ndim - 1)
+            return {((SOFTMAXES[target], node.args[0]),): 1.0} if over else None
+        if target is aten.expand.default:
+            return {(node.args[0],): 1.0} if _is_of_row(node.args[0]) else None
+        if is_cast(node) or target in SAME or (target in RESHAPES and _keeps_width(node)):
+            return self(node.args[0])
+        if node.kwargs or len(node.args) > 2:
+            return None
+        args = [self(a) if isinstance(a, fx.Node) else {(): float(a)} if isinstance(a, (int, float)) else None
+                for a in node.args]  # fmt: skip
+        if None in args:
+            return None
+        one, other = (*args, {})[:2]
+        match target:
+            case aten.exp.default if len(one) == 1:
+                ((key, factor),) = one.items()
+                return {((P, key[0][1]),): 1.0} if factor == 1 and len(key) == 1 and key[0][0] == LOG else None
+            case aten.neg.default:
+                return plus({}, one, -1.0)
+            case aten.add.Tensor:
+                return plus(one, other)
+            case aten.sub.Tensor:
+                return plus(one, other, -1.0)
+            case aten.mul.Tensor | aten.mul.Scalar:
+                return times(one, other)
+            case aten.div.Tensor | aten.div.Scalar if other.keys() == {()}:
+                return times(one, {(): 1 / other[()]})
+            case aten.xlogy.Tensor if one == other and len(one) == 1:
+                ((key, factor),) = one.items()
+                return {(*key, (LOG, key[0][1])): 1.0} if factor == 1 and len(key) == 1 and key[0][0] == P else None
+        return None
+
+
+def _is_of_row(node: fx.Node) -> bool:
+    """Whether ``node`` is one value for all of a row."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and (value.ndim == 0 or value.shape[-1] == 1)
+
+
+def _keeps_width(node: fx.Node) -> bool:
+    return node.args[0].meta["val"].shape[-1:] == node.meta["val"].shape[-1:]
+
+
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 BACKWARDS = {aten._log_softmax_backward_data.default: LOG, aten._softmax_backward_data.default: P}
@@ -377,7 +473,7 @@ class _Writer:
         like = [n for n in (tokens.gather, tokens.first) if n is not None]
         for node in tokens.late:
             tokens.first.prepend(node)
-        build = self._builder(*like, before=tokens.first)
+        build = _Eager(*like, before=tokens.first)
         self.x = {id(side): self._rows_of(build, side) for side in self._sides}
         self.labels = None
         if tokens.gather is not None:
@@ -458,7 +554,7 @@ class _Writer:
 
     def backward(self) -> None:
         tokens, head, last = self.tokens, self.head, self.tokens.last
-        build = self._builder(last, before=last)
+        build = _Eager(last, before=last)
         slopes = {name: self._slope(build, name) for name in (OWN, FORWARD, BACKWARD) if any(
             name in factors for factors in tokens.slopes.values())}  # fmt: skip
         if tokens.slope is not None:
@@ -525,10 +621,6 @@ class _Writer:
         for node in nodes:
             node.replace_all_uses_with(new)
 
-    def _builder(self, *like: fx.Node, before: fx.Node) -> Builder:
-        """Adds nodes that Inductor leaves alone: products, and what their memory is given back after."""
-        return _Eager(*like, before=before)
-
     def _part(self, build: Builder, node: fx.Node, part: tuple[int, int]) -> fx.Node:
         return node if len(self.bounds) == 1 else build(aten.slice.Tensor, node, 0, *part)
 
@@ -563,6 +655,8 @@ class _Writer:
 
 
 class _Eager(Builder):
+    """Adds nodes that Inductor leaves alone: products, and what their memory is given back after."""
+
     def __call__(self, target: Callable, *args: object, **kwargs: object) -> fx.Node:
         node = super().__call__(target, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
         node.meta[KEEP_EAGER] = True

@@ -15,9 +15,8 @@ from torch import fx
 
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import argument, is_overload
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.quant import nf4
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 

@@ -29,8 +29,7 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import is_cast, is_mutating, only_user, packet
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.matmul.layers import Layer, Product, find
 
 aten, SUM = torch.ops.aten, torch.ops.stepgraph.sum_products.default

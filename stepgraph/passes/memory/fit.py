@@ -26,12 +26,11 @@ from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph, name_of, type_of
 from stepgraph.graph.values import OptimizerState
 from stepgraph.options import StepOptions
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, Target, register
 from stepgraph.passes.memory import offload
 from stepgraph.passes.memory.policy import module_actions, parse_policy
 from stepgraph.passes.memory.recompute import Plan
 from stepgraph.passes.memory.rematerialize import rematerialize
-from stepgraph.passes.target import Target
 
 #: The price of a copy that hides: the share of its time that computation loses to its traffic. Not measured.
 _HIDDEN_PRICE = 0.1

@@ -15,10 +15,9 @@ from typing import NamedTuple
 from torch import fx
 
 from stepgraph.costs import links
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import ASSUMED, host_copy_seconds
 from stepgraph.costs.memory import kinds_of
-from stepgraph.costs.roofline import Roofline
+from stepgraph.costs.roofline import Fusion, Roofline
 from stepgraph.costs.timeline import simulate
 from stepgraph.graph.collectives import operator_of, tail
 from stepgraph.graph.edit import Builder

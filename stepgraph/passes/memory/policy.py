@@ -4,12 +4,10 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from stepgraph.errors import nearest, unknown_name
 
 POLICIES = ("none", "selective", "full", "budget", "peak")
-Action = Literal["keep", "recompute", "offload"]
 ACTIONS = ("keep", "recompute", "offload")
 
 _ALLOWED = (

@@ -21,22 +21,21 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from stepgraph.costs.fusion import Fusion
 from stepgraph.costs.hardware import host_copy_seconds
 from stepgraph.costs.memory import call_bytes, lifetimes
+from stepgraph.costs.roofline import Fusion
 from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.edit import replace
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.host_copies import RELOAD_BEGIN, STORE_BEGIN, device_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import provenance, set_provenance
 from stepgraph.graph.stages import extract, new_input
-from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.graph.values import Value
 from stepgraph.options import StepOptions
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.memory.offload import Trips
 from stepgraph.passes.memory.recompute import Plan
 

@@ -23,9 +23,8 @@ from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import EXPENSIVE, is_pure, is_view, tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance, role_of, set_provenance
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Buffer, Parameter
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.memory.policy import MemoryPolicy, module_actions, parse_policy
 
 aten = torch.ops.aten

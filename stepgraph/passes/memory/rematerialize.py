@@ -19,9 +19,8 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import KEEP_EAGER
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import region_of, tag
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.memory.recompute import Plan
 
 aten = torch.ops.aten

@@ -33,11 +33,10 @@ from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph, name_of
 from stepgraph.graph.values import BatchLeaf, Value
 from stepgraph.options import StepOptions
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, Target, register
 from stepgraph.passes.memory.policy import check_tiles, parse_policy
 from stepgraph.passes.memory.recompute import Plan
 from stepgraph.passes.memory.rows import SIZED, SUM, Rows, Tile, Tokens, Use, Where, rule_of
-from stepgraph.passes.target import Target
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.addmm.default)

@@ -24,9 +24,8 @@ from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import argument
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.moe import grouped
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _PRODUCT, _GRADIENT = ours.grouped_mm.default, ours.grouped_mm_weight.default

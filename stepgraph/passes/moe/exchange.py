@@ -24,18 +24,14 @@ from stepgraph.graph.collectives import ALL_TO_ALL, ROWS_END, WAIT, stage_of
 from stepgraph.graph.edit import Builder, fake_value, replace
 from stepgraph.graph.facts import argument, packet
 from stepgraph.graph.provenance import role_of
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 ours = torch.ops.stepgraph
 _CAST = ours.cast_packed_rows.default
 
 
 @register(
-    "exchange_fp8",
-    "numerics",
-    after=("fp8_experts",),
-    from_options=lambda options: {} if options.fp8_experts else None,
+    "exchange_fp8", "numerics", after=("fp8_experts",), from_options=lambda options: {} if options.fp8_experts else None
 )
 def exchange_fp8(step: StepGraph, options: object, report: PassReport) -> None:
     """Cast tokens to fp8 before they travel to experts."""

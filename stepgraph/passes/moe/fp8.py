@@ -28,10 +28,9 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
 from stepgraph.graph.facts import leaves_rest
 from stepgraph.graph.provenance import phase_of, provenance
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.fp8.formats import MULTIPLE
 from stepgraph.kernels.moe.packed import E4M3
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _PRODUCT, _WEIGHT_PRODUCT = ours.grouped_mm.default, ours.grouped_mm_weight.default

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.moe import grouped, quack
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 ours = torch.ops.stepgraph
 _PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)

@@ -24,8 +24,7 @@ from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import argument, getitem_users, only_user
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _PRODUCT, _WEIGHT_PRODUCT = ours.grouped_mm.default, ours.grouped_mm_weight.default

@@ -21,8 +21,7 @@ from torch import fx
 
 from stepgraph.graph.collectives import ROWS_BEGIN, ROWS_END
 from stepgraph.graph.facts import argument, getitem_users
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 ours = torch.ops.stepgraph
 

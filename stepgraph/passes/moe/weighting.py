@@ -23,8 +23,7 @@ from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import getitem_users
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.moe.routing import VIEWS
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph

@@ -1,6 +1,6 @@
 """RMS and layer norms by the way that is fastest for each: our kernels, Inductor, or eager's.
 
-Matches: every norm of rows, forward and backward, fused or composite (see `match`). Before -> after, where our
+Matches: every norm of rows, forward and backward, fused or composite (see `composite`). Before -> after, where our
 kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of
 the residual stream's gradient -> ``stepgraph::norm_backward``; the norms of queries and keys -> one operator. Where
 Inductor is chosen the graph stays, and the norm with its pointwise neighbours is marked as a region; where eager is
@@ -22,13 +22,11 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import is_pointwise, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import KEY, Region
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.norm import pairs
-from stepgraph.passes.norm.found import Found, added
-from stepgraph.passes.norm.match import find
-from stepgraph.passes.norm.rewrite import Rewriter, unsupported
+from stepgraph.passes.norm.composite import find
+from stepgraph.passes.norm.rewrite import Found, Rewriter, added, unsupported
 from stepgraph.passes.norm.values import value_of
 
 Choice = Literal["auto", "kernel", "inductor", "eager"]

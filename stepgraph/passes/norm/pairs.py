@@ -13,8 +13,7 @@ from torch import fx
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder
 from stepgraph.graph.facts import EXPENSIVE, is_pure, packet
-from stepgraph.passes.norm.found import Found
-from stepgraph.passes.norm.rewrite import Rewriter, inverse, order_of, ours, permuted
+from stepgraph.passes.norm.rewrite import Found, Rewriter, inverse, order_of, ours, permuted
 from stepgraph.passes.norm.values import value_of
 
 aten = torch.ops.aten

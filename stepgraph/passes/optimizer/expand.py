@@ -22,9 +22,8 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_cast, is_mutating
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 _UPDATES = (aten._fused_adamw_.tensor_lr, aten._fused_adam_.tensor_lr)

@@ -22,9 +22,8 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, replace_all
 from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Accumulator
-from stepgraph.passes.contract import PassReport, register
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 

@@ -30,11 +30,9 @@ from stepgraph.graph.facts import getitem_users, is_mutating, is_overload, is_pu
 from stepgraph.graph.host_copies import RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, may_stay_on_host
 from stepgraph.graph.partition import describe
 from stepgraph.graph.provenance import phase_of, provenance
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import OptimizerState, Parameter
 from stepgraph.options import StepOptions
-from stepgraph.passes.contract import PassReport, register
-from stepgraph.passes.target import Target
+from stepgraph.passes.contract import PassReport, StepGraph, Target, register
 
 #: Bytes of the state of a part, unless one parameter has more.
 _PART = 2**30

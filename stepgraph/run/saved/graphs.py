@@ -12,12 +12,11 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.fake import fake_mode
-from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER, VISIBLE_PAIRS
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import Provenance, Role, provenance, set_provenance
-from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.graph.step_graph import Call, InputSpec, Kind, StepGraph
 from stepgraph.graph.values import plain, typed
 from stepgraph.passes import PassReport
 from stepgraph.run.saved.values import Forms, NotLoadable, NotSavable, Values, decode, encode, target_name, target_named

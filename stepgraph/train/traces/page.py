@@ -11,8 +11,8 @@ from stepgraph.config.device import device_name
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.hardware import ASSUMED, GPUS, known_gpu
-from stepgraph.graph.calls import Call, Kind
 from stepgraph.graph.program import StepProgram
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.page import PAGE, write_page
 from stepgraph.inspect.account.pipeline import spans_of

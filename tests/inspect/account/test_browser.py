@@ -12,7 +12,7 @@ import pytest
 
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.command import preset_account
 from stepgraph.inspect.account.compare import difference

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.memory import KINDS
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inspect.account.page import read_page
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of

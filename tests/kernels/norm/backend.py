@@ -1,6 +1,6 @@
 """The functions of the CUDA backend for tests: a plan for each call, by a configuration if one is given."""
 
-from stepgraph.kernels.norm.triton import pair, single
+from stepgraph.kernels.norm.triton import single
 from stepgraph.kernels.norm.triton.single import forward_cast
 
 __all__ = ["backward", "backward_pair", "forward", "forward_cast", "forward_pair", "forward_plan"]
@@ -25,12 +25,12 @@ def backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, ne
 
 def forward_pair(norm, q, k, wq, wk, config=None):
     """``(yq, yk, rstd_q, rstd_k)``"""
-    return pair.forward_pair_plan(norm, config, q, k, wq, wk).run(q, k, wq, wk)
+    return single.forward_pair_plan(norm, config, q, k, wq, wk).run(q, k, wq, wk)
 
 
 def backward_pair(norm, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw, config=None):
     """``(dq, dk, dwq, dwk)``"""
     if not (need_dx or need_dw):
         return None, None, None, None
-    plan = pair.backward_pair_plan(norm, need_dx, need_dw, config, dyq, dyk, q, k, wq, wk)
+    plan = single.backward_pair_plan(norm, need_dx, need_dw, config, dyq, dyk, q, k, wq, wk)
     return plan.run(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k)[:4]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.parallel.pipeline import messages
 from stepgraph.parallel.pipeline.messages import calls_of, check_messages, message_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, with_once, work_of

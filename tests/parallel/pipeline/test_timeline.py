@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from stepgraph.graph.calls import Call, Kind
+from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of, work_of
 from stepgraph.parallel.pipeline.timeline import Span, aligned, simulate_schedule
 

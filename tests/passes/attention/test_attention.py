@@ -19,7 +19,7 @@ from stepgraph.graph.values import BatchLeaf, Metric, Parameter
 from stepgraph.inspect.forecast import forecast
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, Target, chosen, get, run_passes
-from stepgraph.passes.attention import decide
+from stepgraph.passes.attention import choose
 from stepgraph.passes.attention.backends import BACKENDS, refusal
 from tests.costs.graphs import Hand
 from tests.passes.attention import test_attention_windows as windows
@@ -41,7 +41,7 @@ def fa4(monkeypatch):
     """flash-attn-4 as if it were installed; ``fa4(why)``: it is not."""
 
     def because(why):
-        monkeypatch.setattr(decide, "unavailable", lambda: why)
+        monkeypatch.setattr(choose, "unavailable", lambda: why)
 
     because(None)
     return because
@@ -269,11 +269,11 @@ def case_from(drawn):
 @given(shapes, st.sampled_from([HOPPER, BLACKWELL, AMPERE, (8, 9), (7, 5), None]), st.sampled_from(BACKENDS))
 def test_the_fastest_of_what_was_measured(drawn, capability, base):
     case = case_from(drawn)
-    options = decide.AttentionOptions(capability=capability)
+    options = choose.AttentionOptions(capability=capability)
     able = [b for b in BACKENDS if refusal(b, case, capability) is None]
     if base not in able:
         return
-    backend, why = decide.fastest(case, base, able, True, options)
+    backend, why = choose.fastest(case, base, able, True, options)
     assert backend in able
     known = {b: seconds(b, case, GPUS["h200"], backward=True) for b in able}
     if capability != HOPPER or known[base] is None:
@@ -282,7 +282,7 @@ def test_the_fastest_of_what_was_measured(drawn, capability, base):
         assert known[backend] == min(s for s in known.values() if s is not None)
         assert f"{1e3 * known[backend]:.2f} ms" in why
     for change, reason in (({"deterministic": True}, "deterministic"), ({"lengths_vary": True}, "every length")):
-        found, why = decide.fastest(case, base, able, True, replace(options, **change))
+        found, why = choose.fastest(case, base, able, True, replace(options, **change))
         assert found == base and reason in why
 
 

@@ -8,7 +8,7 @@ import stepgraph
 from stepgraph.capture import Provenance, set_provenance
 from stepgraph.passes import PassReport, run_passes
 from stepgraph.passes.contract import PASSES
-from stepgraph.passes.verify import wrong_values
+from tests.passes.recorded import wrong_values
 
 aten = torch.ops.aten
 CLEANUP = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code"]

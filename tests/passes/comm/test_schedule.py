@@ -9,7 +9,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import WAIT
-from stepgraph.passes.comm.schedule import Travel, reorder
+from stepgraph.passes.comm.overlap_experts import Travel, reorder
 
 aten = torch.ops.aten
 BEGIN = aten.clone.default  # stands for a collective

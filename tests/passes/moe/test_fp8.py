@@ -17,7 +17,7 @@ from stepgraph.kernels.moe import (
     grouped_scaled_mm_weight,
 )
 from stepgraph.passes import StepOptions, chosen, get, run_passes
-from stepgraph.passes.target import Target
+from stepgraph.passes.contract import Target
 from tests.passes.moe.test_products import products
 
 E4M3 = torch.float8_e4m3fn

@@ -16,7 +16,7 @@ from stepgraph.graph.step_graph import InputSpec
 from stepgraph.graph.values import Metric, Parameter
 from stepgraph.kernels.moe import grouped, grouped_mm, grouped_mm_weight, quack
 from stepgraph.passes import StepOptions, chosen, get, run_passes
-from stepgraph.passes.target import Target
+from stepgraph.passes.contract import Target
 
 ours = torch.ops.stepgraph
 PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)

@@ -10,8 +10,8 @@ import torch
 from stepgraph.capture import StepGraph, trace_step
 from stepgraph.passes import run_passes
 from stepgraph.passes.norm import algebra
-from stepgraph.passes.norm.found import Found
-from stepgraph.passes.norm.match import find
+from stepgraph.passes.norm.composite import find
+from stepgraph.passes.norm.rewrite import Found
 from tests.passes.norm.norm_checks import CLEAN, KERNEL, check, report_of
 
 transformers = pytest.importorskip("transformers")

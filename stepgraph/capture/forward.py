@@ -7,9 +7,9 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.capture import checks
+from stepgraph.capture import guard as conditions
 from stepgraph.capture.batch import flatten_batch
-from stepgraph.capture.guard import conditions
-from stepgraph.capture.guard.update import Guard
+from stepgraph.capture.guard import Guard
 from stepgraph.capture.inputs import Inputs
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches

@@ -1,26 +1,85 @@
-"""Which stage of a pipeline each node of a microbatch's graph belongs to.
+"""Cuts the graph of a microbatch into stages, and a stage into the graphs that a schedule calls; joins two graphs.
 
 Forward, a node belongs to the stage of its block; outside of blocks it belongs to the block before it (the embedding to
 the first stage, the last norm, the head and the loss to the last one). Backward, it belongs where its module is, but
 never to a later stage than the gradients that it reads. What is made of buffers, the batch and constants alone belongs
 nowhere: each stage that reads it computes it, so that masks and tables are never sent.
+
+A stage's graphs are forward, and backward whole or as its two halves: ``backward_input`` computes the gradients that
+the stage before waits for; ``backward_weight``, which nobody waits for, the gradients of parameters. What one graph
+makes and another reads is a named value of the program, kept for as long.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, for the two halves.
 """
 
+import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import fx
 
+from stepgraph import compat
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.edit import Builder
-from stepgraph.graph.facts import aten, is_pure, is_view
-from stepgraph.graph.provenance import phase_of, provenance, set_provenance
-from stepgraph.graph.stages.extract import extract
-from stepgraph.graph.step_graph import StepGraph
-from stepgraph.graph.values import Accumulator, BatchLeaf, Buffer, Parameter, Ratio, Value
+from stepgraph.graph.facts import aten, is_pure, is_view, upstream
+from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_provenance
+from stepgraph.graph.step_graph import InputSpec, Kind, StepGraph
+from stepgraph.graph.values import Accumulator, BatchLeaf, Buffer, Input, Output, Parameter, Ratio, Value
+
+# Takes a graph out of another one: some of its nodes, with what they read from outside as named values
+
+
+def extract(
+    step: StepGraph,
+    nodes: Collection[fx.Node],
+    outputs: Sequence[tuple[Output, fx.Node]],
+    value_of: Callable[[fx.Node], Value],
+    free: Collection[fx.Node] = (),
+) -> StepGraph:
+    """The graph of ``nodes`` of ``step``, in their order, which returns ``outputs``.
+
+    It has the inputs of ``step`` that its nodes read. What they read of other nodes becomes the
+    input ``value_of(node)``; but nodes in ``free`` are computed again, with what they need. The outputs
+    are copies of the nodes of ``step``: neither graph sees changes of the other.
+    """
+    specs = dict(zip(step.placeholders(), step.inputs, strict=True))
+    wanted, queue = set(nodes), [*nodes, *(node for _, node in outputs)]
+    while queue:
+        for source in [n for n in queue.pop().all_input_nodes if n in free and n not in wanted]:
+            wanted.add(source)
+            queue.append(source)
+    wanted |= {n for _, n in outputs if n in free}
+    read = {n for node in wanted for n in node.all_input_nodes} | {n for _, n in outputs}
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    inputs: list[InputSpec] = []
+    values = [n for n in step.graph.nodes if n in read and n not in wanted and n not in specs and n.op != "get_attr"]
+    for node in [*(n for n in specs if n in read), *values]:
+        spec = specs.get(node) or InputSpec(value_of(node))
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = copy.copy(node.meta)
+        inputs.append(replace(spec))
+    for node in step.graph.nodes:
+        if node in wanted or (node.op == "get_attr" and node in read):
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[node] for _, node in outputs])
+    module = fx.GraphModule(step.module, graph)
+    return StepGraph(module, inputs, [spec for spec, _ in outputs], step.blocks, step.mesh, dict(step.axes))
+
+
+def new_input(step: StepGraph, what: Input, origin: fx.Node, like: torch.Tensor) -> fx.Node:
+    """One more input of ``step``, which ``origin`` made so far; a tensor like ``like``."""
+    with step.graph.inserting_after(step.placeholders()[-1]):
+        node = step.graph.placeholder(f"once_{len(step.inputs)}")
+    compat.rename_node(node, f"{what.kind}_{what.name}")
+    node.meta["val"] = like
+    set_provenance(node, Provenance(provenance(origin).path, "input", ""))
+    step.inputs = [*step.inputs, InputSpec(what)]
+    return node
+
 
 #: Inputs that every stage may have.
 _EVERYWHERE = (Buffer, BatchLeaf)
@@ -244,3 +303,117 @@ def _erase_sums(node: fx.Node, parts: set[fx.Node]) -> None:
         node.graph.erase_node(node)
         for arg in args:
             _erase_sums(arg, parts)
+
+
+# One graph of two that run one after the other
+
+
+def joined(first: StepGraph, last: StepGraph) -> StepGraph:
+    """The graph that runs ``first``, then ``last``, which reads no `Value` of it. Inputs of both are one, and a ratio
+    that ``last`` reads is the highest of earlier calls and of ``first``. Neither graph sees changes of the other."""
+    graph = fx.Graph()
+    owners: dict[str, StepGraph] = {}
+    inputs: dict[Input, tuple[fx.Node, InputSpec]] = {}
+    made: dict[fx.Node, fx.Node] = {}
+    for step in (first, last):
+        for (node, what), spec in zip(step.bound(), step.inputs, strict=True):
+            if what not in inputs:
+                inputs[what] = graph.node_copy(node), spec
+            made[node] = inputs[what][0]
+    outputs, returned = [], []
+    for step in (first, last):
+        for node in step.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                made[node] = graph.node_copy(node, made.__getitem__)
+            if node.op == "get_attr":
+                name = node.target
+                while owners.get(name, step) is not step:
+                    name = f"{name}_"
+                owners[name], made[node].target = step, name
+        for node, what in step.returned():
+            outputs.append(what)
+            returned.append(made[node])
+            if step is first and isinstance(what, Ratio) and what in inputs:
+                highest = graph.call_function(torch.ops.aten.maximum.default, (inputs[what][0], made[node]))
+                highest.meta["val"] = inputs[what][0].meta["val"]
+                set_provenance(highest, Provenance("", "optimizer", ""))
+                made |= {n: highest for n, read in last.bound() if read == what}
+    graph.output(returned)
+    held = {
+        made[n].target: operator.attrgetter(n.target)(s.module)
+        for s in (first, last)
+        for n in s.graph.find_nodes(op="get_attr")
+    }
+    module = fx.GraphModule(held, graph)
+    return StepGraph(
+        module,
+        [spec for _, spec in inputs.values()],
+        outputs,
+        first.blocks or last.blocks,
+        first.mesh or last.mesh,
+        first.axes | last.axes,
+    )
+
+
+def pieces_of(step: StepGraph, stage: int, halves: bool) -> dict[Kind, StepGraph]:
+    """The graphs of a stage's ``step`` by their kind: ``forward``, and ``backward``, or with ``halves``
+    ``backward_input`` and ``backward_weight``. ``stage``: its number, by which what is kept between them is named."""
+    free = free_nodes(step)
+    place = _places(step, halves)
+    kinds = (Kind.FORWARD, *((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if halves else (Kind.BACKWARD,)))
+    returned: dict[Kind, list[tuple[Output, fx.Node]]] = {kind: [] for kind in kinds}
+    for node, what in step.returned():
+        returned[place.get(node, Kind.FORWARD)].append((what, node))
+    for node, kind in place.items():
+        users = {place[user] for user in node.users if user in place}
+        users |= {place[user] for user in _through(node, free) if user in place}
+        if node not in free and users - {kind}:
+            returned[kind].append((Value(node.name, stage), node))
+    return {
+        kind: extract(
+            step,
+            [n for n, where in place.items() if where == kind and n not in free],
+            returned[kind],
+            lambda node: Value(node.name, stage),
+            free,
+        )
+        for kind in kinds
+    }
+
+
+def _through(node: fx.Node, free: set[fx.Node]) -> Iterable[fx.Node]:
+    """What reads ``node`` by way of nodes in ``free``."""
+    queue = [user for user in node.users if user in free]
+    while queue:
+        for user in queue.pop().users:
+            if user in free:
+                queue.append(user)
+            else:
+                yield user
+
+
+def _places(step: StepGraph, halves: bool) -> dict[fx.Node, Kind]:
+    """The kind of graph that each node goes to."""
+    late: set[fx.Node] = set()
+    for node in step.nodes():
+        if phase_of(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    place = {node: Kind.BACKWARD if node in late else Kind.FORWARD for node in step.nodes()}
+    needed = set(_awaited(step, late))
+    for node in list(needed):
+        needed |= upstream(node)
+    for node, kind in place.items():
+        if halves and kind is Kind.BACKWARD:
+            place[node] = Kind.BACKWARD_INPUT if node in needed else Kind.BACKWARD_WEIGHT
+        if follows(node):
+            place[node] = place[node.args[0]]
+    return place
+
+
+def _awaited(step: StepGraph, late: set[fx.Node]) -> list[fx.Node]:
+    """The gradients that are sent on; for the first stage, which sends none, the ones that leave its blocks."""
+    sent = [node for node, what in step.returned() if isinstance(what, Value) and node in late]
+    if sent:
+        return sent
+    inside = [n for n in late if step.block_of(n) is not None]
+    return [n for n in inside if any(u in late and step.block_of(u) is None for u in n.users)]

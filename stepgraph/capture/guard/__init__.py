@@ -1,1 +1,0 @@
-"""Conditions under which a step skips its update, and the nodes that skip it."""
