@@ -1,6 +1,5 @@
 """Every example runs in seconds on a CPU by the command it states, and every recipe is a valid run."""
 
-import os
 import re
 import runpy
 import subprocess
@@ -8,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepgraph import cli
 from stepgraph.config.files import read_config
 from stepgraph.passes import PASSES
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -50,12 +51,14 @@ def test_an_example_runs(script, monkeypatch, capsys):
             del PASSES[name]
         printed = capsys.readouterr().out
     else:
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHON_EXEC": forked.python()}  # of the ranks
+        own |= {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
         run = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *launcher.split()[1:], script],
+            [forked.python(), "-m", "torch.distributed.run", *launcher.split()[1:], script],
             capture_output=True,
             text=True,
             timeout=300,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=forked.environment() | own,
         )
         assert run.returncode == 0, run.stderr
         printed = run.stdout

@@ -4,6 +4,7 @@ Imports are read from the source, so that those inside functions and under ``TYP
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,8 +72,19 @@ def modules(root: Path) -> dict[str, Path]:
     return dict(zip(names, files, strict=True))
 
 
+@functools.cache
+def nodes(source: str) -> list[ast.AST]:
+    """The whole tree of a file, in ``ast.walk``'s order; each is parsed once for all rules."""
+    return list(ast.walk(ast.parse(source)))
+
+
+@functools.cache
+def lines(source: str) -> list[str]:
+    return source.splitlines()
+
+
 def quoted(root: Path, file: Path, line: int) -> str:
-    return f"{file.relative_to(root)}:{line}: {file.read_text().splitlines()[line - 1].strip()}"
+    return f"{file.relative_to(root)}:{line}: {lines(file.read_text())[line - 1].strip()}"
 
 
 def absolute(node: ast.ImportFrom, module: str, file: Path) -> str:
@@ -88,7 +100,7 @@ def imports(root: Path) -> Iterator[Import]:
     """Every import of one module of stepgraph by another."""
     known = modules(root)
     for module, file in known.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file.read_text()):
             if isinstance(node, ast.ImportFrom):
                 base = absolute(node, module, file)
                 names = [f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names]
@@ -167,8 +179,7 @@ def private_torch(root: Path) -> list[str]:
     for module, file in modules(root).items():
         if room(module) == "compat":
             continue
-        tree = ast.parse(file.read_text())
-        for name, line in sorted(torch_names(tree), key=lambda found: found[1]):
+        for name, line in sorted(torch_names(nodes(file.read_text())), key=lambda found: found[1]):
             private = any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
             if private and not name.startswith(PUBLIC_BY_USE):
                 problems.append(
@@ -177,10 +188,10 @@ def private_torch(root: Path) -> list[str]:
     return problems
 
 
-def torch_names(tree: ast.AST) -> set[tuple[str, int]]:
+def torch_names(tree: list[ast.AST]) -> set[tuple[str, int]]:
     """(name in full, line) of whatever a file imports or reads of torch, whatever it calls torch's modules."""
     bound, found = {"torch": "torch"}, set()
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Import):
             names = {alias.asname or alias.name.split(".")[0]: alias for alias in node.names}
             bound |= {name: alias.name if alias.asname else name for name, alias in names.items()}
@@ -188,8 +199,8 @@ def torch_names(tree: ast.AST) -> set[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             found |= {(f"{node.module}.{alias.name}", node.lineno) for alias in node.names}
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    inner = {id(node.value) for node in tree if isinstance(node, ast.Attribute)}
+    for node in tree:
         if isinstance(node, ast.Attribute) and id(node) not in inner:
             line, parts = node.lineno, []
             while isinstance(node, ast.Attribute):
@@ -209,7 +220,7 @@ def lowering_elsewhere(root: Path) -> list[str]:
     """Uses of what traces a step or rewrites its graphs outside the one room for it."""
     problems = []
     for module, file in modules(root).items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file.read_text()):
             if isinstance(node, ast.ImportFrom):
                 names = [alias.name for alias in node.names]
             else:
@@ -225,9 +236,9 @@ def lowering_elsewhere(root: Path) -> list[str]:
 
 
 def over_budget(root: Path) -> list[str]:
-    lines = sum(len(file.read_text().splitlines()) for file in modules(root).values())
-    print(f"stepgraph/: {lines:,} lines of a budget of {BUDGET:,}")
-    return [f"stepgraph/ has {lines:,} lines, more than its budget of {BUDGET:,}"] if lines > BUDGET else []
+    count = sum(len(lines(file.read_text())) for file in modules(root).values())
+    print(f"stepgraph/: {count:,} lines of a budget of {BUDGET:,}")
+    return [f"stepgraph/ has {count:,} lines, more than its budget of {BUDGET:,}"] if count > BUDGET else []
 
 
 def untyped(root: Path) -> list[str]:
@@ -235,7 +246,7 @@ def untyped(root: Path) -> list[str]:
     found = [
         node
         for file in modules(root).values()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes(file.read_text())
         if isinstance(node, ast.FunctionDef) and _is_untyped(node)
     ]
     print(f"stepgraph/: {len(found):,} functions without all of their types, {UNTYPED:,} at most")

@@ -1,4 +1,5 @@
-"""A trace's calls of operators on tensors of forms that it has met before, as in every further block of a model.
+"""Calls of operators on tensors of forms that a trace of this process has met before, as in every further block of a
+model and in every further capture.
 
 What an operator gives for tensors without values follows from the forms of its arguments. torch looks its result up by
 a key of some 15 facts per tensor, and records the call through layers that also serve values, symbols, subclasses and
@@ -28,6 +29,9 @@ _TAGS = {
 _OTHERS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.as_strided.default}
 #: What torch adds to the nodes of some traces.
 _NOTES = {"stack_trace", "nn_module_stack"}
+#: What calls gave in all traces, by their keys; it starts again where it has grown large, after captures of many forms.
+_OUTCOMES: dict[tuple, "_Made | None"] = {}
+_LARGE = 20_000
 
 
 class _Unknown(Exception):
@@ -54,7 +58,9 @@ class _Call:
 
     def __init__(self, func: OpOverload, tracer: PythonKeyTracer, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.func, self.tracer, self.tensors = func, tracer, []
-        self._form: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+        # Which kernel of a convolution or a product is chosen, and so its strides, depends on these settings.
+        settings = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(), torch.get_default_dtype()
+        self._form: list[Any] = [func, settings, torch.are_deterministic_algorithms_enabled(), *kwargs]
         self.args = tuple(map(self._argument, args))
         self.kwargs = {name: self._argument(value) for name, value in kwargs.items()}
         self.key = tuple(self._form)
@@ -125,7 +131,8 @@ class RepeatedCalls:
 
     def __init__(self, besides: Collection[OpOverload] = ()) -> None:
         self._besides = besides
-        self._outcomes: dict[tuple, _Made | None] = {}
+        if len(_OUTCOMES) > _LARGE:
+            _OUTCOMES.clear()
         self._operators: dict[int, tuple[OpOverload, bool]] = {}  # by their ids: a hash is computed in Python
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -142,13 +149,13 @@ class RepeatedCalls:
             call = _Call(func, mode.tracer, args, kwargs)
         except _Unknown:
             return func(*args, **kwargs)
-        made = self._outcomes.get(call.key)
+        made = _OUTCOMES.get(call.key)
         if made is not None:
             return call.again(made)
         before = next(iter(reversed(mode.tracer.graph.nodes)))
         result = func(*args, **kwargs)
-        if call.key not in self._outcomes:
-            self._outcomes[call.key] = call.outcome(result, before)
+        if call.key not in _OUTCOMES:
+            _OUTCOMES[call.key] = call.outcome(result, before)
         return result
 
 

@@ -45,9 +45,22 @@ def test_the_graph_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Call, "tensors_of", lambda call, form: made.append(call.func) or tensors_of(call, form))
     for follows in (repeated._follows_forms, lambda _: False):  # then torch does all
         monkeypatch.setattr(repeated, "_follows_forms", follows)
+        monkeypatch.setattr(repeated, "_OUTCOMES", {})
         found.append(written())
     assert found[0] == found[1]
     assert len(made) > 80 and len(set(made)) > 15
+
+
+def test_another_trace_makes_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks torch for no call that torch gave a repeatable outcome for."""
+    outcomes: dict = {}
+    monkeypatch.setattr(repeated, "_OUTCOMES", outcomes)
+    first, known = written(), dict(outcomes)
+    asked, outcome = [], _Call.outcome
+    monkeypatch.setattr(_Call, "outcome", lambda call, *given: asked.append(call.key) or outcome(call, *given))
+    assert written() == first and outcomes == known and not asked
+    monkeypatch.setattr(repeated, "_LARGE", 10)
+    assert written() == first and asked  # it started again
 
 
 def test_autocast_is_seen_where_it_was_off_before() -> None:
@@ -82,3 +95,18 @@ def test_another_form_is_another_call(changed: str) -> None:
     graph = trace_step(nn.Linear(1, 1), loss, torch.zeros(4, 4, requires_grad=True)).step.graph
     divisors = [n.args[1] for n in graph.nodes if n.target is torch.ops.aten.div.Tensor]
     assert divisors[:2] == ([2, 3.5] if changed == "number" else [2, 2])
+
+
+@pytest.mark.parametrize("backend", ["mkldnn", "cudnn"])
+def test_a_setting_that_chooses_kernels_is_part_of_the_call(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: dict = {}
+    monkeypatch.setattr(repeated, "_OUTCOMES", outcomes)
+
+    def loss(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        first = x / 2
+        with getattr(torch.backends, backend).flags(enabled=False):
+            return first.sum() + (x / 2).sum()
+
+    trace_step(nn.Linear(1, 1), loss, torch.zeros(4, 4, requires_grad=True))
+    divisions = [key for key in outcomes if key[0] is torch.ops.aten.div.Tensor and key[-1] == 2]
+    assert len({key[1] for key in divisions}) == 2
