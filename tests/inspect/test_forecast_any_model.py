@@ -137,7 +137,7 @@ def test_what_fills_the_memory_has_its_module_and_line():
 
 @pytest.mark.parametrize(("rows", "accumulate"), [(8, 1), (8, 4), (4_000_000, 1)])
 def test_the_largest_batch_fits_and_a_larger_one_does_not(rows, accumulate):
-    model = Tower(256, 4)
+    model = Tower(256, 2)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def at(rows):
@@ -277,7 +277,7 @@ def test_capture_warns_of_a_step_that_does_not_fit_on_the_gpu(fits, monkeypatch)
 def test_hugging_face_on_the_meta_device(lora):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": 128}
-    config = transformers.Qwen3Config(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    config = transformers.Qwen3Config(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, **sizes)
     with torch.device("meta"):
         model = transformers.Qwen3ForCausalLM(config)
         if lora:
@@ -317,7 +317,7 @@ def test_norms_of_a_forecast_are_those_of_the_gpu():
     """A GPU keeps a norm's input and a number a row for backward; a CPU, on which the step is traced, two fp32 copies
     of the input."""
     model = Llama3(
-        Llama3Config(dim=64, n_layers=4, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=16, max_seq_len=512)
+        Llama3Config(dim=64, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=16, max_seq_len=512)
     )
     batch = {name: torch.zeros(512, 8, dtype=torch.int64) for name in ("tokens", "targets")}
     found = stepgraph.forecast(
