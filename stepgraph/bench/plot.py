@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
@@ -36,7 +35,6 @@ def bar_chart(panels: Sequence[Panel], kind: Bars, png: Path) -> None:
         raise ValueError("no provider ran in these records: nothing to draw")
     heights = [len(rows) + 1.6 for *_, rows in panels]  # in bars; the rest is the panel's title and axis
     figure = Figure(figsize=(9, 0.42 * sum(heights) + 0.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.04)
     all_axes = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, (heading, device, rows) in zip(all_axes, panels, strict=True):

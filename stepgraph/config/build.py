@@ -266,11 +266,6 @@ def _batch_names(config: TrainConfig) -> tuple[str, ...]:
     return ("tokens", "targets", "positions") if config.document_mask == "on" else ("tokens", "targets")
 
 
-def clip_at(config: TrainConfig) -> float:
-    """Without clipping, an infinite limit: gradients keep their bits and the step still reports their norm."""
-    return float("inf") if config.max_grad_norm is None else config.max_grad_norm
-
-
 def step_spec(
     config: TrainConfig,
     model: nn.Module,
@@ -284,7 +279,8 @@ def step_spec(
         loss_fn,
         batch,
         optimizer,
-        max_grad_norm=clip_at(config),
+        # Without clipping, an infinite limit: gradients keep their bits and the step still reports their norm.
+        max_grad_norm=float("inf") if config.max_grad_norm is None else config.max_grad_norm,
         accumulate=config.accumulate,
         skip_nonfinite=config.on_nonfinite == "skip",
         placement=parallel.placement_of(model),

@@ -28,58 +28,42 @@ from stepgraph.options import StepOptions, allowed, kinds, names
 
 Records = TypeVarTuple("Records")
 
-#: Names of other trainers' options -> ours.
-ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--lr-scheduler-type": "--schedule",
-    "--num-epochs": "--epochs",
-    "--num-train-epochs": "--epochs",
-    "--max-steps": "--steps",
-    "--num-steps": "--steps",
-    "--output-dir": "--out",
-    "--gradient-accumulation-steps": "--accumulate",
-    "--grad-accum": "--accumulate",
-    "--per-device-train-batch-size": "--batch-size",
-    "--micro-batch-size": "--batch-size",
-    "--train-batch-size": "--batch-size",
-    "--max-seq-length": "--seq-len",
-    "--max-length": "--seq-len",
-    "--context-length": "--seq-len",
-    "--block-size": "--seq-len",
-    "--gradient-checkpointing": "--memory full",
-    "--activation-checkpointing": "--memory full",
-    "--bf16": "--precision bf16, or bf16-autocast",
-    "--fp16": "--precision bf16, or bf16-autocast (there is no fp16)",
-    "--dtype": "--precision",
-    "--mixed-precision": "--precision",
-    "--flash-attention": "--attention",
-    "--wandb": "--log wandb",
-    "--report-to": "--log",
-    "--logging-steps": "--log-every",
-    "--save-steps": "--checkpoint-every",
-    "--eval-steps": "--val-every",
-    "--save-total-limit": "--keep-checkpoints",
-    "--resume-from-checkpoint": "--resume",
-    "--model": "--init-from-hf FOLDER, or a preset as the first word",
-    "--model-name-or-path": "--init-from-hf FOLDER, or a preset as the first word",
-    "--dataset": "--data",
-    "--dataset-name": "--data",
-    "--grad-clip": "--max-grad-norm",
-    "--clip-grad-norm": "--max-grad-norm",
-    "--warmup-ratio": "--warmup-steps N",
-    "--fsdp": "--mesh fsdp=N",
-    "--dp": "--mesh fsdp=N",
-    "--tp": "--mesh tp=N",
-    "--pp": "--mesh pp=N",
-    "--ep": "--mesh ep=N",
-    "--cp": "--mesh cp=N",
-    "--deepspeed": "--mesh fsdp=N",
-    "--tensor-parallel-size": "--mesh tp=N",
-    "--gpus": "--nproc",
-    "--num-gpus": "--nproc",
-    "--nproc-per-node": "--nproc",
-    "--compile": "--inductor",
+#: Our options, and what other trainers call them.
+_NAMES = {
+    "--lr": ("--learning-rate",),
+    "--schedule": ("--lr-scheduler-type",),
+    "--epochs": ("--num-epochs", "--num-train-epochs"),
+    "--steps": ("--max-steps", "--num-steps"),
+    "--out": ("--output-dir",),
+    "--accumulate": ("--gradient-accumulation-steps", "--grad-accum"),
+    "--batch-size": ("--per-device-train-batch-size", "--micro-batch-size", "--train-batch-size"),
+    "--seq-len": ("--max-seq-length", "--max-length", "--context-length", "--block-size"),
+    "--memory full": ("--gradient-checkpointing", "--activation-checkpointing"),
+    "--precision bf16, or bf16-autocast": ("--bf16",),
+    "--precision bf16, or bf16-autocast (there is no fp16)": ("--fp16",),
+    "--precision": ("--dtype", "--mixed-precision"),
+    "--attention": ("--flash-attention",),
+    "--log wandb": ("--wandb",),
+    "--log": ("--report-to",),
+    "--log-every": ("--logging-steps",),
+    "--checkpoint-every": ("--save-steps",),
+    "--val-every": ("--eval-steps",),
+    "--keep-checkpoints": ("--save-total-limit",),
+    "--resume": ("--resume-from-checkpoint",),
+    "--init-from-hf FOLDER, or a preset as the first word": ("--model", "--model-name-or-path"),
+    "--data": ("--dataset", "--dataset-name"),
+    "--max-grad-norm": ("--grad-clip", "--clip-grad-norm"),
+    "--warmup-steps N": ("--warmup-ratio",),
+    "--mesh fsdp=N": ("--fsdp", "--dp", "--deepspeed"),
+    "--mesh tp=N": ("--tp", "--tensor-parallel-size"),
+    "--mesh pp=N": ("--pp",),
+    "--mesh ep=N": ("--ep",),
+    "--mesh cp=N": ("--cp",),
+    "--nproc": ("--gpus", "--num-gpus", "--nproc-per-node"),
+    "--inductor": ("--compile",),
 }
+#: Names of other trainers' options -> ours.
+ELSEWHERE = {theirs: ours for ours, names in _NAMES.items() for theirs in names}
 
 
 class Option(NamedTuple):
@@ -286,6 +270,16 @@ def option_of(word: str) -> str | None:
     """``--batch-size`` for ``--batch_size=8``; None for what is no option. A dash and a digit start a number."""
     name = word.split("=", 1)[0]
     return name.replace("_", "-") if re.match(r"--?[a-zA-Z]", name) and name != "-h" else None
+
+
+def first_word(argv: list[str], otherwise: str, default: str) -> tuple[str, list[str]]:
+    """(the word that a command line begins with, its options); ``default`` for help. ``ValueError`` says ``otherwise``
+    without one."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0], argv[1:]
+    if not {"-h", "--help"} & set(argv):
+        raise ValueError(otherwise)
+    return default, argv
 
 
 def value_of(option: str, options: list[str]) -> str | None:

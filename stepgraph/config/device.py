@@ -54,8 +54,7 @@ def device_peak(config: TrainConfig, device: torch.device) -> float | None:
     """Peak FLOP/s of ``device`` in the precision of the run's matrix products, None where it is unknown."""
     if device.type != "cuda":
         return None
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    return peak_flops(torch.cuda.get_device_name(device), dtype)
+    return peak_flops(torch.cuda.get_device_name(device), config.products_dtype)
 
 
 def peak_mem_gib(device: torch.device) -> float:

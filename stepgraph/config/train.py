@@ -70,6 +70,11 @@ class TrainConfig(
         return f"{self.accumulate} microbatch{several} x {self.batch_size} x {self.seq_len:,} tokens{per}"
 
     @property
+    def products_dtype(self) -> torch.dtype:
+        """The dtype of the matrix products."""
+        return torch.float32 if self.precision == "fp32" else torch.bfloat16
+
+    @property
     def mesh_spec(self) -> MeshSpec | None:
         """``mesh`` as sizes."""
         return None if self.mesh is None else MeshSpec.parse(self.mesh)
@@ -113,8 +118,6 @@ class TrainConfig(
         for name, allowed in options.choices(*options.PARTS).items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), (str(value) for value in allowed if value is not None))
-        if self.document_mask == "on" and getattr(self.model, "attention", "sdpa") == "flex":
-            raise ValueError("document_mask=on needs model.attention=sdpa, not flex: drop one of them")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(f"keep_every={self.keep_every} must be a multiple of checkpoint_every="
                              f"{self.checkpoint_every}, the steps that have checkpoints")  # fmt: skip

@@ -49,26 +49,20 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
     prepare(spec.passes, spec.disable, target or Target(spec.device.type))
     if not spec.backward:
         return trace_forward(spec.model, spec.loss_fn, spec.batch)
+    shapes = spec.placement and {name: layout.shape for name, layout in spec.placement.layouts.items()}
     with traced_as(target, spec.device):
-        return _trace_step(spec, target)
-
-
-def _trace_step(spec: StepSpec, target: Target | None) -> Traced:
-    return trace_step(
-        spec.model,
-        spec.loss_fn,
-        spec.batch,
-        spec.optimizer,
-        max_grad_norm=spec.max_grad_norm,
-        accumulate=spec.accumulate,
-        skip_nonfinite=spec.skip_nonfinite,
-        share=spec.pipeline and spec.pipeline.share(),
-        exact=spec.is_exact,
-        ones=spec.ones,
-        replays=spec.replays,
-        shapes=spec.placement and {name: layout.shape for name, layout in spec.placement.layouts.items()},
-        room=room_for_state(spec, target),
-    )
+        return trace_step(
+            *(spec.model, spec.loss_fn, spec.batch, spec.optimizer),
+            max_grad_norm=spec.max_grad_norm,
+            accumulate=spec.accumulate,
+            skip_nonfinite=spec.skip_nonfinite,
+            share=spec.pipeline and spec.pipeline.share(),
+            exact=spec.is_exact,
+            ones=spec.ones,
+            replays=spec.replays,
+            shapes=shapes,
+            room=room_for_state(spec, target),
+        )
 
 
 def rewrite(

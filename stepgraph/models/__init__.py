@@ -7,9 +7,9 @@ from stepgraph.models.deepseek_v3.deepseek_v3 import (
     deepseek_v3_671b,
     deepseek_v3_debug,
 )
-from stepgraph.models.families import FAMILIES, config_from_hf, family_named, family_of, flops_per_token
+from stepgraph.models.families import FAMILIES, config_from_hf, family_named, family_of
 from stepgraph.models.family import Family, HuggingFace, Piece
-from stepgraph.models.flops import num_params
+from stepgraph.models.flops import flops_per_token, num_params
 from stepgraph.models.golf.golf import Golf, GolfConfig, golf
 from stepgraph.models.llama3.llama3 import (
     Llama3,

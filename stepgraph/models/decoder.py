@@ -1,12 +1,11 @@
 """What the decoders with RoPE share: embedding, pre-norm blocks, grouped-query attention, head, RoPE tables."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from stepgraph.models.cache import Cache, LayerCache, tokens_in
 from stepgraph.models.context import Context, own_mask, own_part
@@ -14,9 +13,20 @@ from stepgraph.models.documents import attend_within, check_positions
 from stepgraph.models.init import Part, init_parameters
 from stepgraph.models.rope import RopeScaling, YarnScaling, apply_rope, rope_tables
 
+#: What the tensor-parallel plans of decoders share: module -> style. `stepgraph.parallel` applies them.
+PLAN = {
+    "embed": "embedding",
+    "layers.*.attn_norm": "sequence_gather",
+    "layers.*.attn.[qkv]_proj": "columns",
+    "layers.*.attn.o_proj": "rows",
+    "norm": "sequence_gather",
+    "head": "columns",
+}
+
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with RoPE; with ``norm_eps``, queries and keys are normalized per head."""
+    """Causal grouped-query attention. ``norm``: makes what queries and keys are normalized by per head, from its width;
+    None: they are not."""
 
     def __init__(
         self,
@@ -24,7 +34,7 @@ class Attention(nn.Module):
         n_heads: int,
         n_kv_heads: int,
         head_dim: int,
-        norm_eps: float | None = None,
+        norm: Callable[[int], nn.Module] | None = None,
         scale: float | None = None,
     ):
         super().__init__()
@@ -34,17 +44,15 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(n_heads * head_dim, dim, bias=False)
-        self.q_norm = self.k_norm = None
-        if norm_eps is not None:
-            self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps)
-            self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps)
+        self.q_norm = None if norm is None else norm(head_dim)
+        self.k_norm = None if norm is None else norm(head_dim)
 
     def forward(
         self,
         x: torch.Tensor,  # (B, T, D)
-        cos: torch.Tensor,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim)
-        signed_sin: torch.Tensor,  # the same
-        mask: BlockMask | torch.Tensor | None,  # None: causal; BlockMask: by FlexAttention; else of `document_mask`
+        cos: torch.Tensor | None,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim); None: no RoPE
+        signed_sin: torch.Tensor | None,  # the same
+        mask: torch.Tensor | None,  # of `document_mask`; None: causal
         cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
@@ -54,7 +62,8 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(B, T, -1, self.head_dim)  # (B, T, H_kv, head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
+        if cos is not None and signed_sin is not None:
+            q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
         # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
         if cache is not None:
@@ -64,8 +73,6 @@ class Attention(nn.Module):
             if mask is None:
                 causal = cache is None or T > 1
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
-            if isinstance(mask, BlockMask):
-                return flex_attention(q, k, v, block_mask=mask, enable_gqa=self.gqa)
             return attend_within(q, k, v, mask, self.scale)
 
         if self.context is None:
@@ -90,7 +97,7 @@ class Block(nn.Module):
         x: torch.Tensor,
         cos: torch.Tensor,
         signed_sin: torch.Tensor,
-        mask: BlockMask | torch.Tensor | None,
+        mask: torch.Tensor | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
@@ -137,12 +144,6 @@ class Decoder(nn.Module):
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(signed_sin)
 
-    def mask(
-        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
-    ) -> BlockMask | torch.Tensor | None:
-        """The mask that the blocks attend with, in a stream of ``dtype``; None: causal."""
-        return own_mask(self, tokens, positions, dtype)
-
     def forward(
         self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
@@ -160,7 +161,7 @@ class Decoder(nn.Module):
         if positions is None:
             cos, signed_sin = own_part(self, cos, 0), own_part(self, signed_sin, 0)
         cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)
-        mask = self.mask(tokens, x.dtype, positions, cache)
+        mask = own_mask(self, tokens, positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = block(x, cos, signed_sin, mask, kept)
         x = self.norm(x)

@@ -47,8 +47,3 @@ def config_from_hf(folder: str | os.PathLike[str], own: bool = True) -> Any:
     found = read_json(path).get("model_type")
     formats = {kind: f.hugging_face for f in FAMILIES if f.hugging_face for kind in f.hugging_face.model_types}
     return (formats[found] if own and found in formats else TRANSFORMERS.hugging_face).read_config(folder)
-
-
-def flops_per_token(config: Any, seq_len: int) -> int:
-    """Training FLOPs (forward and backward) per token of a model at sequences of ``seq_len``, by its family."""
-    return family_of(config).flops_per_token(config, seq_len)

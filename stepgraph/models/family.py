@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.models.flops import dense_flops_per_token
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -68,12 +66,11 @@ class HuggingFace:
 class Family:
     """One family of models.
 
-    ``name``: as in a run's ``config.json``. ``config``: the dataclass of a model's shape. ``model``: shape -> module
-    with ``init_weights``; it must build on the meta device too. ``tp_plan``: shape -> module -> style of tensor
-    parallelism.
-    ``tp_sizes``: fields of the shape that the number of tensor-parallel ranks must divide. ``flops_per_token``: shape
-    and sequence length -> training FLOPs. ``longest``: shape -> its longest sequence, None for any length.
-    ``hugging_face``: None where no checkpoints exist in that format.
+    ``name``: as in a run's ``config.json``. ``config``: the dataclass of a model's shape, a `CountableConfig`.
+    ``model``: shape -> module with ``init_weights``; it must build on the meta device too. ``tp_plan``: shape -> module
+    -> style of tensor parallelism. ``tp_sizes``: fields of the shape that the number of tensor-parallel ranks must
+    divide. ``longest``: shape -> its longest sequence, None for any length. ``hugging_face``: None where no checkpoints
+    exist in that format.
     """
 
     name: str
@@ -81,6 +78,5 @@ class Family:
     model: Callable[[Any], nn.Module]
     tp_plan: Callable[[Any], Mapping[str, str]]
     tp_sizes: tuple[str, ...]
-    flops_per_token: Callable[[Any, int], int] = dense_flops_per_token
     longest: Callable[[Any], int | None] = lambda config: None
     hugging_face: HuggingFace | None = None

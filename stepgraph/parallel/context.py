@@ -121,8 +121,6 @@ def share_sequences(model: nn.Module, mesh: Mesh, device: torch.device | str, fo
             "drop cp, or give a model of stepgraph.models or transformers"
         )
     form = form_of(*_heads(readers[0], mesh), mesh.spec.cp, form)
-    if form == "gather" and getattr(getattr(readers[0], "config", None), "attention", None) == "flex":
-        raise ValueError("attention='flex' has the causal mask of whole sequences, not of context=gather; choose sdpa")
     context, place = (
         {"ulysses": Ulysses, "gather": GatheredKeys}[form](mesh),
         torch.full((), mesh.cp_place, dtype=torch.int64, device=device),

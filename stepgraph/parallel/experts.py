@@ -23,6 +23,7 @@ from torch import nn
 
 from stepgraph.capture import guard as conditions
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
+from stepgraph.models.moe.layer import Exchange
 from stepgraph.parallel.all_to_all import AllToAll, swap
 from stepgraph.parallel.mesh import Axes, MeshSpec
 from stepgraph.parallel.routed_experts import check_routed, is_routed
@@ -57,7 +58,7 @@ class Capacity:
         return self.multiple * tokens * slots / ranks
 
 
-class ExpertExchange:
+class ExpertExchange(Exchange):
     """The exchange over ``ep``, by torch's collectives (gloo, NCCL). Its gradients travel back the same ways.
 
     In a captured step the room is static. Run eagerly, ranks agree on the room for what there is, which waits for the
@@ -75,8 +76,7 @@ class ExpertExchange:
     def dispatch(
         self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """``x`` (N, D), ``chosen`` (N, K) int64 -> rows (R, D) sorted by the experts that are here, the ends of each
-        one's rows (E_local,) int32, and what `combine` needs. Rows after the last end are zeros."""
+        """As `Exchange.dispatch`. Rows after the last end are zeros."""
         here = n_experts // self.ranks
         order, places, counts = sort_by_expert(chosen, n_experts)
         counts = counts.view(self.ranks, here)  # of rows for each expert of each rank
@@ -100,7 +100,7 @@ class ExpertExchange:
         return gather_rows(rows, by_expert, at), offsets, (order, places, by_expert, at)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The experts' rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
+        """As `Exchange.combine`."""
         order, places, by_expert, at = state
         rows = gather_rows(rows, at.flatten(), by_expert.unsqueeze(1))  # back in the parts that they came in
         return combine_rows(AllToAll.apply(rows, self.group, "combine", "ep"), places, weights, order)

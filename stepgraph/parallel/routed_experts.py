@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from stepgraph.kernels.moe import grouped_mm
+from stepgraph.models.moe.layer import grouped_product
 from stepgraph.parallel.fsdp import gathered_once
 from stepgraph.regions import region
 
@@ -60,8 +60,4 @@ def _products(module: nn.Module, rows: torch.Tensor, offsets: torch.Tensor) -> t
 
 
 def _linear(module: nn.Module, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    device = rows.device.type
-    if torch.is_autocast_enabled(device):  # as in nn.Linear
-        dtype = torch.get_autocast_dtype(device)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-    return grouped_mm(rows, weight if module.is_transposed else weight.mT, offsets)
+    return grouped_product(rows, weight if module.is_transposed else weight.mT, offsets)

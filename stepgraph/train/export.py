@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stepgraph.config.command_line import parse
+from stepgraph.config.command_line import first_word, parse
 from stepgraph.config.commands import ExportOptions
 from stepgraph.config.files import run_config
 from stepgraph.config.hf_weights import save_hf
@@ -17,7 +17,7 @@ from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
 from stepgraph.train.records.files import write_text
-from stepgraph.train.saved_model import load_trained, named_run
+from stepgraph.train.saved_model import load_trained
 
 #: In the folder of an export that is not done: the run that writes it.
 CLAIM = ".unfinished-export"
@@ -25,10 +25,11 @@ CLAIM = ".unfinished-export"
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph export ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
-    run, words = named_run(argv, "export takes a run folder first: write stepgraph export RUN --out FOLDER")
+    name, words = first_word(argv, "export takes a run folder first: write stepgraph export RUN --out FOLDER", "")
     (options,) = parse(words, "stepgraph export RUN", ExportOptions(), description=ExportOptions.__doc__)
     if options.out is None:
         raise ValueError("export needs a folder to write: add --out FOLDER")
+    run = Path(name)
     config = run_config(run)
     family = family_of(config.model)
     if family.hugging_face is None:

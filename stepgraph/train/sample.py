@@ -1,12 +1,13 @@
 """Text from the model of a run: ``stepgraph sample``, and samples while it trains."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from stepgraph.config.command_line import parse
+from stepgraph.config.command_line import first_word, parse
 from stepgraph.config.commands import SampleOptions
 from stepgraph.config.files import run_config
 from stepgraph.config.train import TrainConfig
@@ -15,7 +16,7 @@ from stepgraph.models.generate import Choose, generate, sampler
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.saved_model import load_trained, named_run
+from stepgraph.train.saved_model import load_trained
 
 #: Of samples in a run.
 NEW_TOKENS, TEMPERATURE = 64, 0.8
@@ -35,9 +36,11 @@ def check(options: SampleOptions) -> None:
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph sample ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
-    run, words = named_run(argv, 'sample takes a run folder first: write stepgraph sample RUN --prompt "text"')
+    how = 'sample takes a run folder first: write stepgraph sample RUN --prompt "text"'
+    name, words = first_word(argv, how, "")
     (options,) = parse(words, "stepgraph sample RUN", SampleOptions(), description=SampleOptions.__doc__)
     check(options)
+    run = Path(name)
     config = run_config(run)
     writer = Writer(config.tokenizer, options.chat)
     prompt = writer.prompt(options.prompt)

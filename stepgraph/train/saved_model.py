@@ -15,15 +15,6 @@ from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 _TRIES = 10
 
 
-def named_run(argv: list[str], otherwise: str) -> tuple[Path, list[str]]:
-    """(The run folder that a command line begins with, its options). ``ValueError`` says ``otherwise`` without one."""
-    if argv and not argv[0].startswith("-"):
-        return Path(argv[0]), argv[1:]
-    if not {"-h", "--help"} & set(argv):
-        raise ValueError(otherwise)
-    return Path(), argv
-
-
 def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, int]:
     """The model of the run ``folder``, or of ``RUN/checkpoints/step-N``, with ``config`` as `run_config` gives it, on
     ``device`` (auto, cpu or cuda); and the step it is of.

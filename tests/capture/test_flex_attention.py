@@ -1,7 +1,5 @@
 """FlexAttention is captured as its higher-order operators, forward and backward, and right against SDPA."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import nn
@@ -10,16 +8,14 @@ from torch.nn.attention.flex_attention import flex_attention
 import stepgraph
 from stepgraph.graph.provenance import provenance
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
+from tests.models.flex_llama import flex_llama
 
-CONFIG = Llama3Config(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=200, attention="flex"
-)
+CONFIG = Llama3Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=61, max_seq_len=200)
 
 
 @pytest.mark.parametrize(("length", "passes"), [(128, []), (200, "exact")])
 def test_llama_trains_as_with_sdpa(length, passes):
-    flex = Llama3(CONFIG)
-    sdpa = Llama3(dataclasses.replace(CONFIG, attention="sdpa"))
+    flex, sdpa = flex_llama(CONFIG, length), Llama3(CONFIG)
     sdpa.load_state_dict(flex.state_dict())
     ids = torch.randint(61, (3, 2, length))
     batches = [{"tokens": i, "targets": i.roll(-1, 1)} for i in ids]
@@ -33,7 +29,7 @@ def test_llama_trains_as_with_sdpa(length, passes):
 
 def test_operators_and_their_provenance():
     ids = torch.randint(61, (2, 128))
-    step = stepgraph.capture(Llama3(CONFIG), next_token_loss, {"tokens": ids, "targets": ids}, passes=[])
+    step = stepgraph.capture(flex_llama(CONFIG, 128), next_token_loss, {"tokens": ids, "targets": ids}, passes=[])
     found = [(str(n.target), *provenance(n)[:2]) for n in step.graph.nodes() if "flex" in str(n.target)]
     assert found == [
         ("flex_attention", "layers.0.attn", "forward"),

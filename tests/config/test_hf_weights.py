@@ -164,8 +164,8 @@ def test_the_older_config_form_is_read(checkpoint):
     assert config_from_hf(checkpoint) == SMALL
 
 
-def test_a_longer_max_seq_len_and_flex_attention_are_not_another_model(checkpoint):
-    load_hf(Llama3(replace(SMALL, max_seq_len=128, attention="flex")), checkpoint)
+def test_a_longer_max_seq_len_is_not_another_model(checkpoint):
+    load_hf(Llama3(replace(SMALL, max_seq_len=128)), checkpoint)
 
 
 def test_a_tied_head_stored_twice_is_read_if_it_is_a_copy(tmp_path):

@@ -25,7 +25,6 @@ models = st.builds(
     max_seq_len=st.integers(1, 10**6),
     rope_scaling=st.none() | st.builds(RopeScaling, factor=st.floats(1, 64), original_max_seq_len=st.integers(1, 9999)),
     tie_embeddings=st.booleans(),
-    attention=st.sampled_from(["sdpa", "flex"]),
 ) | st.builds(GolfConfig, n_layers=st.integers(1, 50), negative_slope=finite, residual_scales=st.booleans())
 configs = st.builds(
     TrainConfig,
@@ -127,10 +126,6 @@ def test_a_damaged_configuration_is_refused(change, message):
         ({"resume": Path("no/such/run")}, "not a run folder"),
         ({"init_from_hf": Path("no/such/model")}, "not a folder"),
         ({"document_mask": "yes"}, "unknown document_mask 'yes'"),
-        (
-            {"document_mask": "on", "model": dataclasses.replace(TrainConfig().model, attention="flex")},
-            "document_mask=on needs model.attention=sdpa, not flex",
-        ),
         ({"export_hf": Path("x"), "model": GolfConfig()}, "works for Llama 3, .* models only: choose a preset"),
     ],
 )

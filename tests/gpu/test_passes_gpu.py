@@ -17,6 +17,7 @@ from stepgraph.costs.memory import estimate_memory
 from stepgraph.lower import StepSpec, peak_bytes_by_policy
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, configured
+from tests.models.flex_llama import flex_llama
 
 DEVICE = "cuda"
 STEPS = 10
@@ -442,8 +443,10 @@ def test_inductor_draws_eagers_random_numbers():
 @pytest.mark.slow
 def test_flex_attention_trains_with_inductor():
     """Compared with causal SDPA, the same function."""
-    flex, plain, batches = llama(torch.bfloat16, attention="flex"), llama(torch.bfloat16), tokens()
-    plain.load_state_dict(flex.state_dict())
+    plain, batches = llama(torch.bfloat16), tokens()
+    with torch.device(DEVICE):
+        flex = flex_llama(plain.config, batches[0]["tokens"].shape[1]).bfloat16()
+    flex.load_state_dict(plain.state_dict())
     expected, _ = train(plain, next_token_loss, batches)
     actual, step = train(flex, next_token_loss, batches, passes="default")
     assert any("flex_attention_backward" in str(n.target) for n in step.graph.nodes("backward"))

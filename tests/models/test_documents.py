@@ -1,7 +1,5 @@
 """A packed row under a document mask against its documents one by one, for every family."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,6 +102,3 @@ def test_what_positions_cannot_be_is_refused():
         llama(tokens, positions=tokens[:, :3])
     with pytest.raises(ValueError, match="a cache holds one text"):
         llama(tokens, [LayerCache(8), LayerCache(8)], tokens)
-    flex = Llama3(dataclasses.replace(LLAMA, attention="flex"))
-    with pytest.raises(ValueError, match="choose sdpa"):
-        flex(tokens, positions=tokens)

@@ -32,8 +32,9 @@ class TinyConfig:
     n_layers: int = 2
     vocab_size: int = 320
     most: int = 32
+    score_flops = 0
 
-    def num_params(self, *, lookup_table=True):
+    def num_params(self, *, lookup_table=True, active=False):
         return self.dim * (self.n_layers * self.dim + self.vocab_size * (2 if lookup_table else 1))
 
 

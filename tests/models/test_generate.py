@@ -23,7 +23,6 @@ SCALED = RopeScaling(factor=8.0, original_max_seq_len=16)
 MODELS = {
     "llama": LLAMA,
     "llama-scaled-tied": replace(LLAMA, rope_scaling=SCALED, tie_embeddings=True, n_kv_heads=4),
-    "llama-flex": replace(LLAMA, attention="flex"),
     "golf": GolfConfig(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=96, residual_scales=True),
     "deepseek": DEEPSEEK,
     "deepseek-yarn": KINDS["yarn"],

@@ -4,14 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph import models
 from stepgraph.models import Llama3, Llama3Config, RopeScaling, num_params
 from stepgraph.models.llama3.family import hf_name
-from stepgraph.models.llama3.llama3 import causal_block_mask
 from stepgraph.models.rope import rope_frequencies, rope_tables
 
 SMALL = Llama3Config(
@@ -139,31 +137,8 @@ def test_rope_tables_match_hugging_face_bitwise_without_scaling():
     assert torch.equal(signed_sin[:, 0, :half], -sin[0, :, :half])
 
 
-@pytest.mark.parametrize("seq_len", [1, 128, 200])
-def test_flex_attention_matches_sdpa(seq_len):
-    config = replace(SMALL, max_seq_len=256)
-    sdpa, flex = Llama3(config), Llama3(replace(config, attention="flex"))
-    flex.load_state_dict(sdpa.state_dict())
-    tokens = tokens_for(config, seq_len)
-    with torch.no_grad():  # FlexAttention has no backward on the CPU
-        torch.testing.assert_close(flex(tokens), sdpa(tokens), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("seq_len", [1, 127, 128, 129, 640])
-def test_causal_block_mask_is_what_torch_builds_from_all_pairs(seq_len):
-    ours = causal_block_mask(seq_len, torch.device("cpu"))
-    expected = create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, seq_len, seq_len, device="cpu")
-    assert ours.seq_lengths == expected.seq_lengths
-    assert torch.equal(ours.to_dense(), expected.to_dense())
-    # Whole 128 x 128 blocks need no mask: ours and torch's agree on which, up to the ragged last row, where torch
-    # counts the rows beyond the sequence as masked.
-    whole = seq_len // 128
-    assert torch.equal(ours.full_kv_num_blocks[..., :whole], expected.full_kv_num_blocks[..., :whole])
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "flex"])
-def test_a_token_never_sees_later_ones(attention):
-    model = Llama3(replace(SMALL, attention=attention))
+def test_a_token_never_sees_later_ones():
+    model = Llama3(SMALL)
     tokens = tokens_for(SMALL)
     changed = tokens.clone()
     changed[:, 25:] = (changed[:, 25:] + 1) % SMALL.vocab_size
@@ -249,7 +224,6 @@ def test_a_sequence_above_max_seq_len_is_refused():
         ({"n_layers": 0}, "n_layers=0 is not positive; give a value above 0"),
         ({"norm_eps": 0.0}, "norm_eps=0.0 is not positive; give a value above 0"),
         ({"rope_theta": float("nan")}, "rope_theta=nan is not positive; give a value above 0"),
-        ({"attention": "flax"}, "unknown attention 'flax': did you mean 'flex'?"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_refused(change, message):

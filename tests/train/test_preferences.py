@@ -75,7 +75,7 @@ def test_every_form_gives_the_same_rows(folder, form):
 def test_rows_hold_whole_pairs_in_turn(folder):
     data = open_data(str(folder / "strings.jsonl"), str(folder / "base" / "tokenizer.json"), "chosen,rejected", 256)
     tokenizer, seen = transformers.AutoTokenizer.from_pretrained(folder / "base"), []
-    loader = PackedLoader(data.source, data.tokenizer, batch_size=1, seq_len=256, positions=True, shuffle=False)
+    loader = PackedLoader(data.source, data.tokenizer, batch_size=1, seq_len=256, positions=True)
     while (batch := next(loader)) and loader.epoch == 0:
         of = (batch["positions"][0] == 0).cumsum(0) - 1
         said = [tokenizer.decode(batch["targets"][0][(of == i) & (batch["targets"][0] >= 0)]) for i in range(32)]

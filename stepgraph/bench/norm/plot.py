@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from stepgraph.bench.norm.results import OURS, Comparison, NormRow, comparisons
@@ -44,7 +43,6 @@ def norm_chart(records: Sequence[Record], png: Path) -> None:
     longest = max(len(shapes) for _, _, shapes, _ in panels)
     width = min(18.0, max(9.0, 0.28 * longest + 2))
     figure = Figure(figsize=(width, 4.3 * len(panels)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.04)
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (heading, device, shapes, providers) in zip(all_axes, panels, strict=True):

@@ -115,7 +115,7 @@ class StepRun(Run):
         of ``TRIALS``, in which each initial weight is off by a random part of a unit in the last place of the dtype
         that computes with it. It ends this provider's own step, whose memory it takes."""
         del self.step, self.made
-        unit = torch.finfo(torch.float32 if self.config.precision == "fp32" else torch.bfloat16).eps
+        unit = torch.finfo(self.config.products_dtype).eps
         found = [0.0] * FIRST_STEPS
         for trial in range(TRIALS):
             gc.collect()  # steps refer to themselves: without this, two models would have to fit
@@ -133,7 +133,7 @@ class StepRun(Run):
     def _rms_norm_kernels(self) -> list[str]:
         """The CUDA kernels of the model's first RMSNorm, forward and backward: torch may come with several."""
         norm = next(module for module in self.made.model.modules() if isinstance(module, nn.RMSNorm))
-        dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
+        dtype = self.config.products_dtype
         x = torch.randn(4096, *norm.normalized_shape, dtype=dtype, device=self.device, requires_grad=True)
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32):
             dy = torch.ones_like(norm(x))  # a first call may compile the kernel

@@ -84,20 +84,15 @@ def parse_step(argv: list[str]) -> tuple[list[TrainConfig], StepBench]:
 
 def describe(config: TrainConfig, env: dict[str, Any]) -> dict[str, Any]:
     """What a model was measured with, for the record."""
-    dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    return {
-        "batch_size": config.batch_size,
-        "seq_len": config.seq_len,
-        "precision": config.precision,
+    same = ("batch_size", "seq_len", "precision", "lr", "max_grad_norm", "seed")
+    return {name: getattr(config, name) for name in same} | {
         "optimizer": "torch.optim.AdamW(fused=True)",
-        "lr": config.lr,
-        "max_grad_norm": config.max_grad_norm,
-        "seed": config.seed,
         "params": config.model.num_params(),
         "flops_per_token": flops_per_token(config.model, config.seq_len),
-        "peak_flops": peak_flops(env["gpus"][0], dtype) if env["gpus"] else None,
+        "peak_flops": peak_flops(env["gpus"][0], config.products_dtype) if env["gpus"] else None,
         "model": dataclasses.asdict(config.model),
-    } | values(config, StepOptions)
+        **values(config, StepOptions),
+    }
 
 
 def measure(config: TrainConfig, options: StepBench, device: torch.device) -> Iterator[list[Row]]:

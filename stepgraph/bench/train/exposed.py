@@ -50,7 +50,7 @@ def exposure(events: Iterable[Mapping[str, Any]]) -> Exposure:
     """
     communicating, computing = [], []
     for event in device_events(events):
-        kind = communicating if is_communication(event["name"]) else computing
+        kind = communicating if _COMMUNICATION.search(event["name"]) else computing
         kind.append((event["ts"], event["ts"] + event["dur"]))
     if not communicating and not computing:
         raise ValueError("the trace holds no work on a GPU: profile with ProfilerActivity.CUDA")
@@ -76,11 +76,6 @@ def kernel_times(events: Iterable[Mapping[str, Any]], steps: int, most: int = 30
 def device_events(events: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
     """Those of ``events`` that are work on a GPU."""
     return (event for event in events if event.get("ph") == "X" and event.get("cat") in _DEVICE_WORK)
-
-
-def is_communication(name: str) -> bool:
-    """Whether the kernel or copy ``name`` moves data between GPUs."""
-    return _COMMUNICATION.search(name) is not None
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

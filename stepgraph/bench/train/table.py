@@ -58,12 +58,9 @@ def summary(rows: Sequence[TrainRow]) -> str:
         ours, peer = found[OURS], found[PEER]
         memory = ours.peak_mem_gib / peer.peak_mem_gib
         return f"{OURS} / {PEER}: {times:.3f}x tokens/s, {memory:.2f}x peak memory"
-    reasons = [f"{name}: {_reason(found.get(name))}" for name in (OURS, PEER) if not _ran(found.get(name))]
+    ran = [row.provider for row in rows if row.step_ms is not None]
+    reasons = [f"{name}: {_reason(found.get(name))}" for name in (OURS, PEER) if name not in ran]
     return f"{OURS} / {PEER}: no ratio: {'; '.join(reasons)}"
-
-
-def _ran(row: TrainRow | None) -> bool:
-    return row is not None and row.step_ms is not None
 
 
 def _reason(row: TrainRow | None) -> str:

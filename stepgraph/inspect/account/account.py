@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from stepgraph.config.environment import package_versions
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import Gpu, known_gpu
@@ -70,7 +68,7 @@ def account_of(
     else:
         step_ns, kept = sum(graph["calls"] * graph["step_ns"] for graph in graphs), 0
     ranks = config.mesh_spec.size if config.mesh_spec else 1
-    peak = gpu.peak(_products(config))
+    peak = gpu.peak(config.products_dtype)
     times = {
         "step_ms": step_ns / 1e6,
         "compute_ms": sum(graph["calls"] * graph["compute_ns"] for graph in graphs) / 1e6,
@@ -152,11 +150,6 @@ def _state_of_other_graphs(graphs: Sequence[dict[str, Any]]) -> None:
                     held = HELD.get(kind, "inputs")
                     other_graphs[held] = other_graphs.get(held, 0) + size
         graph["other_graphs"] = other_graphs
-
-
-def _products(config: TrainConfig) -> torch.dtype:
-    """The dtype of the matrix products."""
-    return torch.float32 if config.precision == "fp32" else torch.bfloat16
 
 
 def _pass(report: PassReport) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stepgraph.config.command_line import given, parse, require_folder
+from stepgraph.config.command_line import first_word, given, parse, require_folder
 from stepgraph.config.commands import FORECAST, InspectOptions
 from stepgraph.config.files import run_config
 from stepgraph.config.idle import refuse_idle
@@ -26,12 +26,8 @@ from stepgraph.passes.waiting import Waiting
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph inspect ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
-    named = bool(argv) and not argv[0].startswith("-")
-    if not named and not {"-h", "--help"} & set(argv):
-        raise ValueError(
-            "inspect takes a run folder or a preset first: write stepgraph inspect llama3-8b --mesh fsdp=4"
-        )
-    what, words = (argv[0], argv[1:]) if named else ("llama3-debug", argv)
+    how = "inspect takes a run folder or a preset first: write stepgraph inspect llama3-8b --mesh fsdp=4"
+    what, words = first_word(argv, how, "llama3-debug")
     config = PRESETS[what]() if what in PRESETS else TrainConfig()
     config, options = parse(
         words,

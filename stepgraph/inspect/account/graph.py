@@ -33,20 +33,6 @@ WORK = ("products", "attention", "norms", "elementwise", "update", "communicatio
 _LONGEST = 160
 
 
-class _Strings:
-    """A list of distinct strings, and the place of each."""
-
-    def __init__(self) -> None:
-        self.all: list[Any] = []
-        self._places: dict[Any, int] = {}
-
-    def __call__(self, text: Any) -> int:
-        if text not in self._places:
-            self._places[text] = len(self.all)
-            self.all.append(text)
-        return self._places[text]
-
-
 def graph_account(
     step: StepGraph,
     call: Call,
@@ -90,7 +76,7 @@ def graph_account(
     order = list(step.graph.nodes)
     number = {node: i for i, node in enumerate(order)}
     named = {node.name: i for i, node in enumerate(order)}
-    nodes, strings = _columns(step, order, number)
+    nodes, strings = _columns(order, number)
     kernels = {fusion.kernel(node): number[node] for node in order if node in roofline.seconds}
     runs = [not is_free(node) and fusion.kernel(node) in kernels for node in order]
     nodes["kernel"] = [kernels[fusion.kernel(n)] if there else -1 for n, there in zip(order, runs, strict=True)]
@@ -130,31 +116,36 @@ def graph_account(
     }  # fmt: skip
 
 
-def _columns(step: StepGraph, order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict, dict]:
-    calls, types, paths, sources, roles, regions, choices = (_Strings() for _ in range(7))
-    columns: dict[str, list] = {
-        key: []
-        for key in (
-            *("name", "call", "inputs", "type", "path", "source", "role", "region", "choice", "phase", "checkpoint"),
-        )
-    }
+#: Columns whose strings many nodes share, and the list of each one's strings.
+_TABLES = {"call": "calls_text", "type": "types", "path": "paths", "source": "sources", "role": "roles"}
+_TABLES |= {"region": "regions", "choice": "choices"}
+
+
+def _columns(order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict[str, list], dict[str, list]]:
+    """(the columns that need no forecast, the strings that some of them refer to by number)."""
+    rows = []
     for node in order:
         found, choice = provenance(node), region_of(node)
         text, inputs = _call(node)
-        columns["name"].append(node.name)
-        columns["call"].append(calls(text))
-        columns["inputs"].append([number[n] for n in inputs])
-        columns["type"].append(types(type_of(node).replace("float32", "f32").replace("bfloat16", "bf16")))
-        columns["path"].append(paths(found.path if found else ""))
-        columns["source"].append(sources(_source(found.source if found else "")))
-        columns["role"].append(roles(str(found.role) if found and found.role else ""))
-        columns["region"].append(regions(found.region if found else ""))
-        columns["choice"].append(choices(f"{choice.kind} {choice.id}" if choice else ""))
-        columns["phase"].append(PHASES.index(phase_of(node)))
-        columns["checkpoint"].append(-1 if found is None or found.checkpoint is None else found.checkpoint)
-    tables = {"calls_text": calls, "types": types, "paths": paths, "sources": sources}
-    tables |= {"roles": roles, "regions": regions, "choices": choices}
-    return columns, {key: strings.all for key, strings in tables.items()}
+        rows.append({
+            "name": node.name,
+            "call": text,
+            "inputs": [number[n] for n in inputs],
+            "type": type_of(node).replace("float32", "f32").replace("bfloat16", "bf16"),
+            "path": found.path if found else "",
+            "source": _source(found.source if found else ""),
+            "role": str(found.role) if found and found.role else "",
+            "region": found.region if found else "",
+            "choice": f"{choice.kind} {choice.id}" if choice else "",
+            "phase": PHASES.index(phase_of(node)),
+            "checkpoint": -1 if found is None or found.checkpoint is None else found.checkpoint,
+        })  # fmt: skip
+    columns: dict[str, list] = {key: [row[key] for row in rows] for key in rows[0]}
+    strings = {table: list(dict.fromkeys(columns[key])) for key, table in _TABLES.items()}
+    for key, table in _TABLES.items():
+        places = {text: place for place, text in enumerate(strings[table])}
+        columns[key] = [places[text] for text in columns[key]]
+    return columns, strings
 
 
 def _call(node: fx.Node) -> tuple[str, list[fx.Node]]:
@@ -212,29 +203,17 @@ def _storages(step: StepGraph, aliases: Aliases, fusion: Fusion, number: Mapping
 
 
 def _collective(c: Collective, named: Mapping[str, int]) -> dict[str, Any]:
-    def ns(seconds: float | None) -> int | None:
-        return None if seconds is None else round(seconds * 1e9)
-
-    return {
-        "node": named[c.node],
-        "wait": named[c.wait] if c.wait else None,
-        "kind": c.kind,
-        "axis": c.axis,
-        "ranks": c.ranks,
-        "dtype": c.dtype,
-        "bytes": c.bytes,
-        "ns": ns(c.seconds),
-        "exposed": ns(c.exposed_seconds),
-        "ready": ns(c.ready_s),
-        "launched": ns(c.launched_s),
-        "started": ns(c.started_s),
-        "waited": ns(c.waited_s),
-    }
+    same = {key: getattr(c, key) for key in ("kind", "axis", "ranks", "dtype", "bytes")}
+    seconds = {"ns": c.seconds, "exposed": c.exposed_seconds, "ready": c.ready_s}
+    seconds |= {"launched": c.launched_s, "started": c.started_s, "waited": c.waited_s}
+    times = {key: None if s is None else round(s * 1e9) for key, s in seconds.items()}
+    return {"node": named[c.node], "wait": named[c.wait] if c.wait else None} | same | times
 
 
 def _pieces(step: StepGraph, named: Mapping[str, int]) -> tuple[list[int], list[dict[str, Any]], dict[str, Any]]:
     """(for each node the piece that it was compiled in, -1 for none; the pieces, in order; the kernels of theirs)."""
-    column, pieces, generated = [-1] * len(named), [], _Strings()
+    column, pieces = [-1] * len(named), []
+    generated: dict[tuple[str, str], int] = {}
     made: dict[int, list[int]] = {}
     executable = step.executable
     if executable is step.module or not isinstance(executable, fx.GraphModule):
@@ -247,10 +226,10 @@ def _pieces(step: StepGraph, named: Mapping[str, int]) -> tuple[list[int], list[
         piece = executable.get_submodule(call.target)
         node_of = dict(zip(piece.names, inside, strict=True))
         for kernel in piece.kernels():
-            place = generated((kernel.name, kernel.text))
+            place = generated.setdefault((kernel.name, kernel.text), len(generated))
             for node in [node_of[name] for name in kernel.nodes if name in node_of] if kernel.nodes else inside:
                 made.setdefault(node, []).append(place)
-    return column, pieces, {"generated": generated.all, "made": [[node, places] for node, places in made.items()]}
+    return column, pieces, {"generated": list(generated), "made": [[node, places] for node, places in made.items()]}
 
 
 def _host(step: StepGraph, named: Mapping[str, int], ran: bool) -> dict[str, Any]:

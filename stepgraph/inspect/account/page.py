@@ -13,19 +13,7 @@ from stepgraph.inspect.account.account import FORMAT
 PAGE = "page.html"
 _PARTS = Path(__file__).parent / "page"
 #: In the order of loading: each uses the ones before it.
-_SCRIPTS = (
-    "data.js",
-    "dom.js",
-    "summary.js",
-    "timeline.js",
-    "pipeline.js",
-    "memory.js",
-    "budget.js",
-    "tables.js",
-    "card.js",
-    "compare.js",
-    "main.js",
-)
+_SCRIPTS = ["data", "dom", "summary", "timeline", "pipeline", "memory", "budget", "tables", "card", "compare", "main"]
 _BLOCK = re.compile(r'<script type="application/json" id="account">(.*?)</script>', re.DOTALL)
 
 
@@ -37,7 +25,7 @@ def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -
         style=_part("page.css"),
         account=_json(account),
         difference=_json(difference),
-        script="\n".join(map(_part, _SCRIPTS)),
+        script="\n".join(_part(f"{name}.js") for name in _SCRIPTS),
     )
 
 

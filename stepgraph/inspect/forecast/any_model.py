@@ -258,7 +258,9 @@ def _peak(cost: StepCost) -> Moment:
 
 def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held, ...]]:
     """(the node at the memory peak, the tensors held there, largest first)."""
-    state = {what: node for step in program.graphs.values() for node, what in step.bound() if not _is_passing(what)}
+    bound = [both for step in program.graphs.values() for both in step.bound()]
+    lasting = ModelTensor | OptimizerState | Accumulator  # in memory during every call of a step
+    state = {what: node for node, what in bound if isinstance(what, lasting)}
     found = []
     for step in program.graphs.values():
         aliases = Aliases(step.graph)
@@ -272,11 +274,6 @@ def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held,
         found.append((sum(size for size, _, _ in entries), node, entries))
     _, node, entries = max(found, key=lambda each: each[0])
     return node, _grouped(entries)
-
-
-def _is_passing(what: Input) -> bool:
-    """Whether only some calls of a step have it."""
-    return not isinstance(what, ModelTensor | OptimizerState | Accumulator)
 
 
 #: What tensors of one group share, numbers in module paths aside: the fields of `Held` from `kind` on.

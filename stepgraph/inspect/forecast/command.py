@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepgraph.config.build import chosen_chunks
-from stepgraph.config.command_line import parse, require_chart, require_folder
+from stepgraph.config.command_line import first_word, parse, require_chart, require_folder
 from stepgraph.config.commands import FORECAST, PlanOptions
 from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
@@ -28,10 +28,8 @@ from stepgraph.passes.waiting import Waiting
 
 def main(argv: list[str]) -> int:
     """Runs ``stepgraph plan ARGV`` and returns its exit status. Raises ValueError, in one line, for a wrong use."""
-    named = bool(argv) and not argv[0].startswith("-")
-    if not named and not {"-h", "--help"} & set(argv):
-        raise ValueError("plan takes its preset first: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100")
-    name, words = (argv[0], argv[1:]) if named else ("llama3-8b", argv)
+    how = "plan takes its preset first: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100"
+    name, words = first_word(argv, how, "llama3-8b")
     if name not in PRESETS:
         raise unknown_name("preset", name, PRESETS)
     config = PRESETS[name]()
@@ -64,9 +62,9 @@ def main(argv: list[str]) -> int:
     if pipelined:
         show_pipeline(result, console)
         if options.plot is not None:
-            from stepgraph.inspect.forecast.plot import schedule_chart  # matplotlib is slow to load
+            from stepgraph.inspect.forecast.plot import schedule_figure  # matplotlib is slow to load
 
-            schedule_chart(result, options.plot)
+            schedule_figure(result).savefig(options.plot)
     else:
         show(result, console)
     if options.json is not None:
@@ -77,12 +75,8 @@ def main(argv: list[str]) -> int:
 def show(result: Forecast, console: Console) -> None:
     """Print the forecast."""
     config, gpu, timeline = result.config, result.gpu, result.timeline
-    console.print(
-        f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
-        f"{config.batch_text}, {config.precision}, "
-        f"memory {config.memory}"
-        + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
-    )
+    tokens_per_s = config.tokens_per_step / timeline.step_seconds
+    console.print(result.title)
     if hasattr(config.model, "moe"):
         parameters, active = config.model.num_params(), config.model.num_params(active=True)
         console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active per token")
@@ -109,8 +103,8 @@ def show(result: Forecast, console: Console) -> None:
         f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
-        f"{result.tokens / timeline.step_seconds:,.0f} tokens/s in all, "
-        f"{result.tokens / timeline.step_seconds / config.mesh_spec.size:,.0f} per GPU, MFU {result.mfu:.1%}; "
+        f"{tokens_per_s:,.0f} tokens/s in all, {tokens_per_s / config.mesh_spec.size:,.0f} per GPU, "
+        f"MFU {result.mfu:.1%}; "
         f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )
     console.print(assumed_rates(gpu))

@@ -31,24 +31,55 @@ from stepgraph.options import names
 from stepgraph.passes import Target
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """The forecast of one rank's step. ``moments``: memory over the step. ``model_flops``: FLOPs of the step that the
-    MFU counts, this rank's share; ``flops``: the FLOPs that the graph runs. ``tokens``: of the step on all ranks.
-    ``imbalance``: rows that this rank's experts receive over the mean of all ranks. ``over_peak``: see
-    `time_over_peak`."""
+@dataclass(frozen=True, kw_only=True)
+class ClusterForecast:
+    """What forecasts with and without a pipeline share. ``imbalance``: rows that this rank's experts receive over the
+    mean of all ranks, of its stage in a pipeline."""
 
     config: TrainConfig
     gpu: Gpu
-    nodes: int
     capture_s: float
     plan_s: float
+    imbalance: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """The run and the GPUs."""
+        config = self.config
+        loaded = f", the most loaded rank at {self.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else ""
+        return (
+            f"{config.preset} on {config.mesh_spec.size:,} x {self.gpu.name} ({config.mesh_spec}), "
+            f"{config.batch_text}, {config.precision}, memory {config.memory}{loaded}"
+        )
+
+    def mfu_of(self, step_s: float) -> float:
+        """Model FLOPs utilization in [0, 1] of a step of ``step_s``, of the peak that the precision allows."""
+        return model_flops(self.config) / step_s / self.gpu.peak(self.config.products_dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """The run, as plain values; seconds."""
+        return {
+            "preset": self.config.preset,
+            "model": dataclasses.asdict(self.config.model),
+            "mesh": str(self.config.mesh_spec),
+            "ranks": self.config.mesh_spec.size,
+            "gpu": self.gpu.name,
+            "imbalance": self.imbalance,
+            "settings": {key: getattr(self.config, key) for key in SETTINGS},
+            "capture_s": self.capture_s,
+            "plan_s": self.plan_s,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(ClusterForecast):
+    """The forecast of one rank's step. ``moments``: memory over the step. ``flops``: the FLOPs that the graph runs.
+    ``over_peak``: see `time_over_peak`."""
+
+    nodes: int
     moments: list[Moment]
     timeline: Timeline
     flops: int
-    model_flops: float
-    tokens: int
-    imbalance: float = 1.0
     over_peak: dict[str, Any] | None = None
 
     @property
@@ -58,9 +89,8 @@ class Forecast:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization in [0, 1], of the peak that the precision allows."""
-        dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
-        return self.model_flops / self.timeline.step_seconds / self.gpu.peak(dtype)
+        """See `mfu_of`."""
+        return self.mfu_of(self.timeline.step_seconds)
 
     @property
     def overlapped_seconds(self) -> float:
@@ -73,28 +103,19 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values; bytes and seconds."""
-        return {
-            "preset": self.config.preset,
-            "model": dataclasses.asdict(self.config.model),
-            "mesh": str(self.config.mesh_spec),
-            "ranks": self.config.mesh_spec.size,
-            "gpu": self.gpu.name,
-            "imbalance": self.imbalance,
-            "settings": {key: getattr(self.config, key) for key in SETTINGS},
+        return super().to_json() | {
             "nodes": self.nodes,
-            "capture_s": self.capture_s,
-            "plan_s": self.plan_s,
             "peak_bytes": self.peak.total,
             "memory": [dataclasses.asdict(moment) | {"total": moment.total} for moment in self.moments],
             "step_s": self.timeline.step_seconds,
             "compute_s": self.timeline.compute_seconds,
             "exposed_s": self.timeline.exposed_seconds,
             "overlapped_step_s": self.overlapped_seconds,
-            "tokens_per_s": self.tokens / self.timeline.step_seconds,
+            "tokens_per_s": self.config.tokens_per_step / self.timeline.step_seconds,
             "mfu": self.mfu,
             "regions": region_rows(self.timeline.regions),
             "flops": self.flops,
-            "model_flops": self.model_flops,
+            "model_flops": model_flops(self.config),
             "collectives": [dataclasses.asdict(collective) for collective in self.timeline.collectives],
             "time_over_peak": self.over_peak,
             "offload": [dataclasses.asdict(copy) for copy in self.timeline.copies],
@@ -131,15 +152,13 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
             ]
         )
     return Forecast(
-        config,
-        gpu,
+        config=config,
+        gpu=gpu,
         nodes=sum(1 for step in program.graphs.values() for _ in step.nodes()),
         capture_s=program.capture_s,
         moments=cost.moments,
         timeline=cost.timeline,
         flops=cost.flops,
-        model_flops=model_flops(config),
-        tokens=config.tokens_per_step,
         plan_s=time.perf_counter() - start,
         imbalance=imbalance,
         over_peak=time_over_peak(program.reports, config.memory, gpu.memory, config.accumulate),
@@ -242,15 +261,12 @@ def _one_rank(config: TrainConfig, device: torch.device) -> nn.Module:
     ones."""
     with torch.device("meta"):
         model = family_of(config.model).model(config.model)
-    made: dict[int, torch.Tensor] = {}  # tied tensors stay one
+    dtype = torch.bfloat16 if config.precision == "bf16" else None
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    bf16 = config.precision == "bf16" and held is module._parameters
-                    empty = torch.empty_like(tensor, device=device, dtype=torch.bfloat16 if bf16 else None)
-                    made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-                held[name] = made[id(tensor)]
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = nn.Parameter(torch.empty_like(param, device=device, dtype=dtype))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
     return model

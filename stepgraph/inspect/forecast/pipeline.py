@@ -27,10 +27,9 @@ from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import Call, Kind, StepGraph
 from stepgraph.graph.values import Accumulator, Buffer, Input, OptimizerState, Output, Parameter, Value
 from stepgraph.inspect.forecast.forecast import (
-    SETTINGS,
+    ClusterForecast,
     check_imbalance,
     fake_world,
-    model_flops,
     region_rows,
     simulated_spec,
     with_room,
@@ -82,19 +81,13 @@ class ScheduleForecast:
         return self.time.seconds + self.update_s
 
 
-@dataclass(frozen=True)
-class PipelineForecast:
-    """``schedules``: by name, the ones that the model's blocks and microbatches allow; ``chosen`` is the run's.
-    ``imbalance``: rows that the experts of this rank of each stage receive over the mean of the stage's ranks."""
+@dataclass(frozen=True, kw_only=True)
+class PipelineForecast(ClusterForecast):
+    """``schedules``: by name, the ones that the model's blocks and microbatches allow; ``chosen`` is the run's."""
 
-    config: TrainConfig
-    gpu: Gpu
     chosen: str
     schedules: dict[str, ScheduleForecast]
     refused: dict[str, str]
-    capture_s: float
-    plan_s: float
-    imbalance: float = 1.0
 
     @property
     def best(self) -> ScheduleForecast:
@@ -106,24 +99,10 @@ class PipelineForecast:
         """Whether every rank's memory suffices."""
         return max(found.ranks) <= self.gpu.memory
 
-    def mfu(self, found: ScheduleForecast) -> float:
-        """Model FLOPs utilization in [0, 1], of the peak that the precision allows."""
-        dtype = torch.float32 if self.config.precision == "fp32" else torch.bfloat16
-        return model_flops(self.config) / found.step_s / self.gpu.peak(dtype)
-
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end];
         microbatch is None for what is done once for all."""
-        return {
-            "preset": self.config.preset,
-            "model": asdict(self.config.model),
-            "mesh": str(self.config.mesh_spec),
-            "ranks": self.config.mesh_spec.size,
-            "gpu": self.gpu.name,
-            "imbalance": self.imbalance,
-            "settings": {key: getattr(self.config, key) for key in SETTINGS},
-            "capture_s": self.capture_s,
-            "plan_s": self.plan_s,
+        return super().to_json() | {
             "chosen": self.chosen,
             "best": self.best.name,
             "refused": self.refused,
@@ -134,7 +113,7 @@ class PipelineForecast:
                     "exposed_s": found.exposed_s,
                     "update_s": found.update_s,
                     "tokens_per_s": self.config.tokens_per_step / found.step_s,
-                    "mfu": self.mfu(found),
+                    "mfu": self.mfu_of(found.step_s),
                     "peak_bytes": found.ranks,
                     "stages": [asdict(stage) | {"regions": region_rows(stage.regions)} for stage in found.stages],
                     "spans": [[span.rank, *span.work, span.start, span.end] for span in found.time.spans],
@@ -203,7 +182,8 @@ def _forecast(config: TrainConfig, gpu: Gpu, mesh: parallel.Mesh, imbalance: flo
             cuts[starts, in_flight] = _stages(program, starts, in_flight, config, gpu, imbalance)
         found[name] = _run(name, cuts[starts, in_flight], pipeline, config, gpu, update_s.timeline.step_seconds)
     plan_s = time.perf_counter() - start
-    return PipelineForecast(config, gpu, pipeline.name, found, refused, program.capture_s, plan_s, imbalance)
+    run = {"config": config, "gpu": gpu, "capture_s": program.capture_s, "plan_s": plan_s, "imbalance": imbalance}
+    return PipelineForecast(**run, chosen=pipeline.name, schedules=found, refused=refused)
 
 
 def _bytes(step: StepGraph, *kinds: type[Input]) -> int:

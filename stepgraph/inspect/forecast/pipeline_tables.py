@@ -11,12 +11,7 @@ from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
 def show_pipeline(result: PipelineForecast, console: Console) -> None:
     """Print the forecast: the run's stages, and the schedules side by side."""
     config, gpu, chosen = result.config, result.gpu, result.schedules[result.chosen]
-    console.print(
-        f"{config.preset} on {config.mesh_spec.size:,} x {gpu.name} ({config.mesh_spec}), "
-        f"{config.batch_text}, {config.precision}, "
-        f"memory {config.memory}"
-        + (f", the most loaded rank at {result.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else "")
-    )
+    console.print(result.title)
     console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
     console.print(_stage_table(result, chosen))
     if any(region for stage in chosen.stages for region, _ in stage.regions):
@@ -28,7 +23,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     console.print(
         f"{'best' if result.fits(best) else 'none fits; the fastest'}: --pipeline {best.name}, "
         f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} per GPU, "
-        f"MFU {result.mfu(best):.1%}"
+        f"MFU {result.mfu_of(best.step_s):.1%}"
     )
     console.print(assumed_rates(gpu))
 

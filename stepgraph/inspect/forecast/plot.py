@@ -2,10 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -33,11 +31,6 @@ _DIGIT = 4.5  # points that a digit of a microbatch's number is wide
 _FONT = 7
 
 
-def schedule_chart(result: PipelineForecast, path: Path) -> None:
-    """Draws `schedule_figure` into ``path`` (PNG, PDF or SVG). Needs no display."""
-    schedule_figure(result).savefig(path)
-
-
 def schedule_figure(result: PipelineForecast) -> Figure:
     """The forecast of the run's own schedule.
 
@@ -50,11 +43,6 @@ def schedule_figure(result: PipelineForecast) -> Figure:
         f"{time_text(found.time.seconds)}, then {time_text(found.update_s)} for the update"
     )
     return _figure(found.name, f"{found.name}: bubble {found.time.bubble:.1%}", below, {"forecast": found.time})
-
-
-def measured_chart(config: TrainConfig, times: Mapping[str, PipelineTime], path: Path) -> None:
-    """Draws `measured_figure` into ``path``. Needs no display."""
-    measured_figure(config, times).savefig(path)
 
 
 def measured_figure(config: TrainConfig, times: Mapping[str, PipelineTime]) -> Figure:
@@ -75,7 +63,6 @@ def _figure(schedule: str, title: str, below: str, times: Mapping[str, PipelineT
     row = min(_ROW, _HIGHEST / ranks / len(times))  # many ranks share the height of a page
     width = min(max(_WIDTH, _BOX * len(first.spans) / ranks), _WIDEST)
     figure = Figure(figsize=(width, (row * ranks + 0.5) * len(times) + 0.9), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12)
     panels = figure.subplots(len(times), squeeze=False)[:, 0]
     chunks: dict[str, set[int]] = {}

@@ -8,7 +8,6 @@ import torch
 
 from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3, DeepSeekV3Config
 from stepgraph.models.family import Family, HuggingFace
-from stepgraph.models.flops import moe_flops_per_token
 from stepgraph.models.hf_files import PLAIN, names, read_config, require, to_hf
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
@@ -151,7 +150,6 @@ DEEPSEEK_V3 = Family(
     DeepSeekV3,
     tp_plan,
     TP_SIZES,
-    flops_per_token=moe_flops_per_token,
     longest=lambda config: config.max_seq_len,
     hugging_face=HuggingFace(
         "DeepSeek-V3",

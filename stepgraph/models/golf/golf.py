@@ -16,22 +16,17 @@ from torch import nn
 from stepgraph.models.cache import Cache, LayerCache
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.context import Context, own_mask, own_part
-from stepgraph.models.documents import attend_within, check_positions
+from stepgraph.models.decoder import PLAN, Attention
+from stepgraph.models.documents import check_positions
 from stepgraph.models.family import Family
 from stepgraph.models.init import Part, init_parameters
 
-#: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
-TP_PLAN = {
-    "embed": "embedding",
-    "layers.*.attn_norm": "sequence_gather",
-    "layers.*.attn.[qkv]_proj": "columns",
-    "layers.*.attn.o_proj": "rows",
+#: The tensor-parallel plan: module -> style.
+TP_PLAN = PLAN | {
     "layers.*.mlp_norm": "sequence_gather",
     "layers.*.mlp.up_proj": "columns",
     "layers.*.mlp.down_proj": "rows",
     "layers.*": "sequence",  # the residual scales
-    "norm": "sequence_gather",
-    "head": "columns",
 }
 
 #: Fields of the configuration that the number of tensor-parallel ranks must divide.
@@ -61,8 +56,14 @@ class GolfConfig:
         """Width of one attention head."""
         return self.dim // self.n_heads
 
-    def num_params(self, *, lookup_table: bool = True) -> int:
-        """Number of parameters; without ``lookup_table``, the embedding is left out (the head stays)."""
+    @property
+    def score_flops(self) -> int:
+        """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
+        return 2 * self.dim
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
+        """Number of parameters, all of them ``active``; without ``lookup_table``, the embedding is left out (the head
+        stays)."""
         block = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.dim * self.ffn_dim
         scales = 2 * self.dim if self.residual_scales else 0
         tables = 2 if lookup_table else 1
@@ -72,42 +73,6 @@ class GolfConfig:
 def _norm(dim: int) -> nn.RMSNorm:
     """RMSNorm without a weight; its eps is torch's default, the machine epsilon of the dtype it computes in."""
     return nn.RMSNorm(dim, elementwise_affine=False)
-
-
-class Attention(nn.Module):
-    """Causal grouped-query attention whose queries and keys are normalized per head."""
-
-    def __init__(self, config: GolfConfig):
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.context: Context | None = None
-        self.gqa = config.n_kv_heads != config.n_heads
-        kv_dim = config.n_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, kv_dim, bias=False)
-        self.o_proj = nn.Linear(config.dim, config.dim, bias=False)
-        self.q_norm = _norm(config.head_dim)
-        self.k_norm = _norm(config.head_dim)
-
-    def forward(
-        self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        B, T, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H, T, head_dim)
-        k = self.k_norm(self.k_proj(x).view(B, T, -1, self.head_dim)).transpose(1, 2)  # (B, H_kv, T, head_dim)
-        v = self.v_proj(x).view(B, T, -1, self.head_dim).transpose(1, 2)  # (B, H_kv, T, head_dim)
-        # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
-        if cache is not None:
-            k, v = cache.extend(k, v)
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if mask is not None:
-                return attend_within(q, k, v, mask)
-            return F.scaled_dot_product_attention(q, k, v, is_causal=cache is None or T > 1, enable_gqa=self.gqa)
-
-        y = attention(q, k, v) if self.context is None else self.context.attend(attention, q, k, v, mask)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -129,7 +94,8 @@ class Block(nn.Module):
     def __init__(self, config: GolfConfig):
         super().__init__()
         self.attn_norm = _norm(config.dim)
-        self.attn = Attention(config)
+        # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
+        self.attn = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, _norm)
         self.mlp_norm = _norm(config.dim)
         self.mlp = MLP(config)
         self.attn_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
@@ -138,7 +104,7 @@ class Block(nn.Module):
     def forward(
         self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        attn = self.attn(self.attn_norm(x), cache=cache, mask=mask)
+        attn = self.attn(self.attn_norm(x), None, None, mask, cache)
         x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
         mlp = self.mlp(self.mlp_norm(x))
         return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)

@@ -12,13 +12,15 @@ from stepgraph.models.rope import RopeScaling
 
 _TITLE = "Llama 3"
 _PLAIN = PLAIN | {"intermediate_size": "ffn_dim"}
+_ROPE = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE |= {"original_max_position_embeddings": "original_max_seq_len"}
 
 #: Hugging Face's name for our parameter, such as ``layers.7.attn.q_proj.weight``.
 hf_name = names({})
 
 
 def config_from_hf(folder: str | os.PathLike[str]) -> Llama3Config:
-    """The configuration that ``folder/config.json`` describes; ``attention`` is left at its default.
+    """The configuration that ``folder/config.json`` describes.
 
     Raises ``ValueError`` where the file is missing or unreadable, or describes a model that :class:`Llama3` is not.
     """
@@ -48,14 +50,7 @@ def config_to_hf(config: Llama3Config, dtype: torch.dtype) -> dict[str, Any]:
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "mlp_bias": False,
-        "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_seq_len,
-        },
+        "rope_scaling": scaling and {"rope_type": "llama3", **{key: getattr(scaling, f) for key, f in _ROPE.items()}},
     }
 
 
@@ -66,13 +61,7 @@ def _rope_from_hf(raw: dict[str, Any]) -> dict[str, Any]:
         return {"rope_theta": theta}
     if kind != "llama3":
         raise ValueError(f"rope_type {kind!r} is not supported; give a checkpoint with 'default' or 'llama3'")
-    scaling = RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_seq_len=rope["original_max_position_embeddings"],
-    )
-    return {"rope_theta": theta, "rope_scaling": scaling}
+    return {"rope_theta": theta, "rope_scaling": RopeScaling(**{field: rope[key] for key, field in _ROPE.items()})}
 
 
 LLAMA3 = Family(
@@ -82,7 +71,5 @@ LLAMA3 = Family(
     lambda config: TP_PLAN,
     TP_SIZES,
     longest=lambda config: config.max_seq_len,
-    hugging_face=HuggingFace(
-        "Llama 3", hf_name, config_from_hf, config_to_hf, ("llama",), free=("max_seq_len", "attention")
-    ),
+    hugging_face=HuggingFace("Llama 3", hf_name, config_from_hf, config_to_hf, ("llama",), free=("max_seq_len",)),
 )

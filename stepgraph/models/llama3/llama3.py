@@ -4,32 +4,18 @@ Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaF
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-import torch
-from torch.nn.attention.flex_attention import BlockMask
-
-from stepgraph.errors import unknown_name
-from stepgraph.models.cache import Cache
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.decoder import Attention, Block, Decoder
+from stepgraph.models.decoder import PLAN, Attention, Block, Decoder
 from stepgraph.models.rope import RopeScaling
 from stepgraph.models.swiglu import SwiGLU
 
-AttentionName = Literal["sdpa", "flex"]
-
-#: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
-TP_PLAN = {
-    "embed": "embedding",
-    "layers.*.attn_norm": "sequence_gather",
-    "layers.*.attn.[qkv]_proj": "columns",
-    "layers.*.attn.o_proj": "rows",
+#: The tensor-parallel plan: module -> style.
+TP_PLAN = PLAN | {
     "layers.*.mlp_norm": "sequence_gather",
     "layers.*.mlp.gate_proj": "columns",
     "layers.*.mlp.up_proj": "columns",
     "layers.*.mlp.down_proj": "rows",
-    "norm": "sequence_gather",
-    "head": "columns",
 }
 
 #: Fields of the configuration that the number of tensor-parallel ranks must divide.
@@ -51,7 +37,6 @@ class Llama3Config:
     rope_scaling: RopeScaling | None = None  # Llama 3.1's stretch of the low frequencies
     norm_eps: float = 1e-5  # eps of every RMSNorm
     tie_embeddings: bool = False  # the head uses the embedding's weight
-    attention: AttentionName = "sdpa"  # scaled_dot_product_attention or FlexAttention
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` for a shape that cannot be built."""
@@ -63,16 +48,20 @@ class Llama3Config:
                 f"head_dim={self.head_dim} (dim={self.dim} / n_heads={self.n_heads}) is odd, RoPE rotates pairs; "
                 f"try dim={self.dim + self.n_heads}"
             )
-        if self.attention not in get_args(AttentionName):
-            raise unknown_name("attention", self.attention, get_args(AttentionName))
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.n_heads
 
-    def num_params(self, *, lookup_table: bool = True) -> int:
-        """Number of parameters; without ``lookup_table``, an embedding that is not also the head is left out."""
+    @property
+    def score_flops(self) -> int:
+        """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
+        return 2 * self.dim
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
+        """Number of parameters, all of them ``active``; without ``lookup_table``, an embedding that is not also the
+        head is left out."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
         block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
         table = self.vocab_size * self.dim
@@ -90,41 +79,6 @@ class Llama3(Decoder):
             for _ in range(c.n_layers)
         )
         super().__init__(config, blocks, config.head_dim, config.rope_scaling)
-
-    def mask(
-        self, tokens: torch.Tensor, dtype: torch.dtype, positions: torch.Tensor | None, cache: Cache | None
-    ) -> BlockMask | torch.Tensor | None:
-        """As in `Decoder`, or FlexAttention's."""
-        if self.config.attention != "flex" or (positions is None and cache is not None):
-            return super().mask(tokens, dtype, positions, cache)
-        if positions is not None:
-            raise ValueError("attention='flex' does not separate packed documents; choose sdpa")
-        return causal_block_mask(tokens.shape[1], tokens.device)
-
-
-def causal_block_mask(seq_len: int, device: torch.device, block: int = 128) -> BlockMask:
-    """FlexAttention's mask for causal attention, written down directly.
-
-    ``create_block_mask`` would evaluate all ``seq_len ** 2`` pairs. In the causal mask, query block ``i`` needs the key
-    blocks before it in full and block ``i`` in part.
-    """
-    n = -(-seq_len // block)
-    index = torch.arange(n, dtype=torch.int32, device=device)
-    partial = index[:, None].expand(n, n)  # row i starts with block i; only the first kv_num_blocks[i] entries count
-    full = index[None, :].expand(n, n)  # row i starts with blocks 0 to i - 1
-    return BlockMask.from_kv_blocks(
-        kv_num_blocks=torch.ones_like(index)[None, None],  # (1, 1, n)
-        kv_indices=partial.contiguous()[None, None],  # (1, 1, n, n)
-        full_kv_num_blocks=index[None, None],
-        full_kv_indices=full.contiguous()[None, None],
-        BLOCK_SIZE=block,
-        mask_mod=_causal,
-        seq_lengths=(seq_len, seq_len),
-    )
-
-
-def _causal(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    return q >= kv
 
 
 def llama3_debug() -> Llama3Config:

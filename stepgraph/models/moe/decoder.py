@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stepgraph.models.decoder import Decoder
-from stepgraph.models.moe.router import Router
+from stepgraph.models.moe.router import Router, alone
 from stepgraph.models.rope import YarnScaling
 
 
@@ -19,7 +19,7 @@ class MoEDecoder(Decoder):
 
     def __init__(self, config: Any, blocks: Iterable[nn.Module], rope_dim: int, scaling: YarnScaling | None = None):
         super().__init__(config, blocks, rope_dim, scaling)
-        self.sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = _alone
+        self.sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = alone
 
     @property
     def routers(self) -> list[Router]:
@@ -54,7 +54,3 @@ class MoEDecoder(Decoder):
                 router.expert_bias.add_(step)
             router.tokens_per_expert.zero_()
         return {"expert_load": load.amax(dim=1) * load.shape[1] / total.squeeze(1)}
-
-
-def _alone(value: torch.Tensor) -> torch.Tensor:
-    return value

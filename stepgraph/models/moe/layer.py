@@ -1,6 +1,6 @@
 """The mixture-of-experts layer."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,15 @@ from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.router import Router
 from stepgraph.models.swiglu import SwiGLU
 from stepgraph.regions import region
+
+
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """`grouped_mm`, under autocast in its dtype, as in ``nn.Linear``."""
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    return grouped_mm(rows, weight, offsets)
 
 
 class GroupedLinear(nn.Module):
@@ -24,12 +33,7 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_experts, n_out, n_in))
 
     def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # (R, in) -> (R, out)
-        weight = self.weight
-        device = rows.device.type
-        if torch.is_autocast_enabled(device):  # as in nn.Linear
-            dtype = torch.get_autocast_dtype(device)
-            rows, weight = rows.to(dtype), weight.to(dtype)
-        return grouped_mm(rows, weight.mT, offsets)
+        return grouped_product(rows, self.weight.mT, offsets)
 
 
 class Experts(nn.Module):
@@ -45,30 +49,18 @@ class Experts(nn.Module):
         return self.down_proj(F.silu(gate) * up, offsets)
 
 
-class Exchange(Protocol):
-    """Brings tokens to experts, sorted, and their results back."""
+class Exchange:
+    """Brings tokens to experts, sorted, and their results back. Where all experts are on this rank: a permutation."""
 
     def dispatch(self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """``x`` (N, D), ``chosen`` (N, K) int64 -> rows (R, D) sorted by the experts that are here, the ends of each
         one's rows (E_local,) int32, and what `combine` needs."""
-
-    def combine(self, rows: torch.Tensor, weights: torch.Tensor, state: Any) -> torch.Tensor:
-        """The experts' rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
-
-
-class LocalExchange:
-    """All experts are on this rank: the exchange is a permutation."""
-
-    def dispatch(
-        self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         order, places, counts = sort_by_expert(chosen, n_experts)
         offsets = counts.cumsum(0, dtype=torch.int32)
         return gather_rows(x, order, places), offsets, (order, places)
 
-    def combine(
-        self, rows: torch.Tensor, weights: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor, state: Any) -> torch.Tensor:
+        """The experts' rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
         order, places = state
         return combine_rows(rows, places, weights, order)
 
@@ -82,7 +74,7 @@ class MoE(nn.Module):
         self.router = Router(dim, config)
         self.experts = Experts(config.n_experts, dim, config.ffn_dim)
         self.shared = SwiGLU(dim, config.n_shared * config.ffn_dim) if config.n_shared else None
-        self.exchange: Exchange = LocalExchange()
+        self.exchange = Exchange()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
         tokens = x.flatten(0, 1)  # (N, D)

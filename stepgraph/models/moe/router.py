@@ -31,7 +31,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
-        self.sum_over_sequence: Callable[[torch.Tensor], torch.Tensor] = _alone
+        self.sum_over_sequence: Callable[[torch.Tensor], torch.Tensor] = alone
         self.weight = nn.Parameter(torch.empty(config.n_experts, dim))
         bias = torch.zeros(config.n_experts, dtype=torch.float32) if config.selection_bias else None
         self.register_buffer("expert_bias", bias)
@@ -89,7 +89,8 @@ class Router(nn.Module):
         return ranked.topk(config.top_k, dim=-1)[1]
 
 
-def _alone(value: torch.Tensor) -> torch.Tensor:
+def alone(value: torch.Tensor) -> torch.Tensor:
+    """The sum of ``value`` over one rank."""
     return value
 
 

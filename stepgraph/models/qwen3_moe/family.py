@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.models.decoder import PLAN
 from stepgraph.models.family import Family, HuggingFace
-from stepgraph.models.flops import moe_flops_per_token
 from stepgraph.models.hf_files import PLAIN, names, read_config, require, to_hf
 from stepgraph.models.moe import hf as moe_hf
 from stepgraph.models.moe.config import MoEConfig
@@ -72,18 +72,8 @@ def config_to_hf(config: Qwen3MoEConfig, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-#: The tensor-parallel plan: module -> style. Not used here; `stepgraph.parallel` applies it.
-TP_PLAN = {
-    "embed": "embedding",
-    "layers.*.attn_norm": "sequence_gather",
-    "layers.*.attn.[qkv]_proj": "columns",
-    "layers.*.attn.[qk]_norm": "sequence",
-    "layers.*.attn.o_proj": "rows",
-    "layers.*.mlp_norm": "sequence",
-    **EXPERTS,
-    "norm": "sequence_gather",
-    "head": "columns",
-}
+#: The tensor-parallel plan: module -> style.
+TP_PLAN = PLAN | EXPERTS | {"layers.*.attn.[qk]_norm": "sequence", "layers.*.mlp_norm": "sequence"}
 
 QWEN3_MOE = Family(
     "qwen3_moe",
@@ -91,7 +81,6 @@ QWEN3_MOE = Family(
     Qwen3MoE,
     lambda config: TP_PLAN,
     ("n_heads", "n_kv_heads", "vocab_size"),
-    flops_per_token=moe_flops_per_token,
     longest=lambda config: config.max_seq_len,
     hugging_face=HuggingFace(
         "Qwen3-MoE",

@@ -5,6 +5,9 @@ the weights. Every block has experts, none is shared.
 """
 
 from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
 
 from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.decoder import Attention, Block
@@ -63,7 +66,7 @@ class Qwen3MoE(MoEDecoder):
             Block(
                 c.dim,
                 c.norm_eps,
-                Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, c.norm_eps, scale),
+                Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, partial(nn.RMSNorm, eps=c.norm_eps), scale),
                 MoE(c.dim, c.moe),
             )
             for _ in range(c.n_layers)

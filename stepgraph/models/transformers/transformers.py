@@ -33,10 +33,11 @@ class CausalLMConfig:
     vocab_size = property(lambda self: self._text.vocab_size)
     dim = property(lambda self: self._text.hidden_size)
     n_layers = property(lambda self: self._text.num_hidden_layers)
+    score_flops = property(lambda self: 2 * self.dim)
     #: The longest sequence that the model was made for.
     longest = property(lambda self: getattr(self._text, "max_position_embeddings", None))
 
-    def num_params(self, *, lookup_table: bool = True) -> int:
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
         """Number of parameters. Without ``lookup_table``: only those that a token is multiplied by (active experts)."""
         whole, table, experts = _counts(self.folder)
         names = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -35,7 +35,7 @@ class StageGraphs:
     def __init__(self, microbatch: StepGraph, pipeline: Pipeline, microbatches: int):
         self.pipeline, self.cut = pipeline, Cut(microbatch, pipeline.starts)
         self.capture_s = microbatch.capture_s
-        self.loss = _loss_of(microbatch)
+        self.loss = next(node.meta["val"] for node, what in microbatch.returned() if isinstance(what, Loss))
         self.whole = {stage: self.cut.graph_of(stage) for stage in pipeline.own}
         self.microbatches = microbatches
         in_flight = most_in_flight(pipeline.name, pipeline.ranks, microbatches) if microbatches > 1 else 1
@@ -161,10 +161,6 @@ class StageGraphs:
             node.meta["val"] = self.loss
             set_provenance(node, Provenance("", "optimizer", ""))
         return _step(graph, [node], [InputSpec(Loss())], [TotalLoss()], {group: "pp"})
-
-
-def _loss_of(microbatch: StepGraph) -> torch.Tensor:
-    return next(node.meta["val"] for node, what in microbatch.returned() if isinstance(what, Loss))
 
 
 def _step(

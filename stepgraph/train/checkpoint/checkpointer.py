@@ -14,7 +14,6 @@ gets its name by one atomic rename. Deleting is a rename, then a removal; the ne
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import pickle
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+import stepgraph
 from stepgraph.errors import unknown_name
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.watch.lost_ranks import is_lost_rank
@@ -137,7 +137,7 @@ class Checkpointer:
                 "step": step,
                 "ranks": ranks.world,
                 "mesh": self.mesh,
-                "versions": {"stepgraph": _stepgraph_version(), "torch": torch.__version__},
+                "versions": {"stepgraph": stepgraph.__version__, "torch": torch.__version__},
                 "fingerprint": _fingerprint(model),
                 "model": model,
                 "files": {name: entry for entries in written for name, entry in sorted(entries.items())},
@@ -172,8 +172,8 @@ class Checkpointer:
         except DamagedError as error:
             fix = ranks.first(lambda: advice(path))
             raise ValueError(f"checkpoint {path} is damaged: {error}; {fix}") from error
-        targets, finish = ranks.each(lambda: _plan_load(path, manifest, state, rng, ranks))
         with of_this_form(path):
+            targets, finish = ranks.each(lambda: _plan(path, manifest, state, rng, ranks))
             dcp_load(targets, path)
             finish()
 
@@ -298,17 +298,10 @@ def _collect(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, list], dic
     return tensors, describe_tensors(model), own, shared
 
 
-def _plan_load(
-    path: Path, manifest: dict, state: dict, rng: bool, ranks: Ranks
-) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """The tensors DCP reads into, and a function that restores the rest; raises before anything has changed."""
-    with of_this_form(path):
-        return _plan(path, manifest, state, rng, ranks)
-
-
 def _plan(
     path: Path, manifest: dict, state: dict, rng: bool, ranks: Ranks
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """The tensors DCP reads into, and a function that restores the rest; raises before anything has changed."""
     live, trim = model_tensors(state["model"]), Trim(state["model"])
     model = {name: trim(name, tensor) for name, tensor in live.items()}
     here = describe_tensors(model)
@@ -380,13 +373,6 @@ def _names(model: dict[str, torch.Tensor]) -> dict[int, str]:
 
 def _rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def _stepgraph_version() -> str:
-    try:
-        return importlib.metadata.version("stepgraph")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _write_rank(folder: Path, files: dict[str, dict], rank: int) -> dict[str, dict]:

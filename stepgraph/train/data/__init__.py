@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stepgraph.train.data.chat import ChatTokenizer, PairTokenizer
 from stepgraph.train.data.formats import open_source
-from stepgraph.train.data.loader import Batch, PackedLoader, entropy, unigram, unigram_entropy, validation_batches
+from stepgraph.train.data.loader import Batch, PackedLoader, entropy, unigram, validation_batches
 from stepgraph.train.data.mixture import MixedLoader, describe_mixture
 from stepgraph.train.data.several import Part, open_parts, open_validation, require_one_kind
 from stepgraph.train.data.sources import Corpus, Source

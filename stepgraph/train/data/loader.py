@@ -26,7 +26,7 @@ class PackedLoader:
     ``targets_per_row``, how many targets of a row count on average, a scalar in fp32, for the mean over a step's; of
     preference pairs with ``pairs_per_row`` in its place.
 
-    The documents of ``split`` in a fixed mixed order, an end-of-text token before the first and after each, are one
+    The training documents in a fixed mixed order, an end-of-text token before the first and after each, are one
     stream, cut into rows of T predictions; the last row is filled up from the stream's start. ``targets`` is the stream
     one token later; conversations lie in rows as `Rows` says, with -100 where another than the assistant speaks. Each
     epoch has its own order of rows, drawn by ``(seed, epoch)``: the first within buffers of ``BUFFER_TOKENS``, so that
@@ -34,7 +34,7 @@ class PackedLoader:
     together take the next ``world_size * B`` rows, each rank a block of B.
 
     ``cache``: the folder of token caches; None keeps the tokens in a temporary file. ``positions`` change neither rows
-    nor order. Raises ``ValueError`` for a size below one, or a cache that cannot be written.
+    nor order. Raises ``ValueError`` for a cache that cannot be written.
     """
 
     def __init__(
@@ -44,21 +44,18 @@ class PackedLoader:
         *,
         batch_size: int,
         seq_len: int,
-        split: str = "train",
         seed: int = 0,
-        shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
         cache: Path | None = None,
         positions: bool = False,
     ):
-        check_sizes(batch_size, seq_len, rank, world_size)
-        documents = source.documents(split)
-        documents = source.order(documents, 0, 0) if shuffle else documents
+        documents = source.order(source.documents("train"), 0, 0)
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
+        self.caches = [self.tokens]
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
         self._name = source.name
-        self._seed, self._shuffle, self._positions, self._source = seed, shuffle, positions, source
+        self._seed, self._positions, self._source = seed, positions, source
         self._buffer = max(1, BUFFER_TOKENS // seq_len)  # rows
         self._there, self._whole = 0, False  # tokens that are there, and whether these are all
         self._order: tuple[str, np.ndarray] = ("", np.empty(0))
@@ -67,9 +64,7 @@ class PackedLoader:
             "data": source.fingerprint,
             "tokenizer": tokenizer.fingerprint,
             "seq_len": seq_len,
-            "split": split,
             "seed": seed,
-            "shuffle": shuffle,
         }
 
     def __iter__(self) -> "PackedLoader":
@@ -126,17 +121,14 @@ class PackedLoader:
     def _read(self, epoch: int, row: int, read: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
         """The (T + 1,) tokens of the row at a place of an epoch's order, or what else ``read`` has of these."""
         read = read or self.tokens.read
-        count = self._count(row)
-        if self._shuffle:
-            start, end = 0, count
-            if epoch == 0:
-                start = row - row % self._buffer
-                end = start + self._buffer if count is None else min(start + self._buffer, count)
-            key = f"{self._seed}/{epoch}/{start}"
-            if self._order[0] != key:
-                self._order = (key, shuffled(np.arange(start, end), hash64(key)))
-            row = int(self._order[1][row - start])
-        begin = row * self._seq_len
+        start, end = 0, self._count(row)
+        if epoch == 0:
+            start = row - row % self._buffer
+            end = start + self._buffer if end is None else min(start + self._buffer, end)
+        key = f"{self._seed}/{epoch}/{start}"
+        if self._order[0] != key:
+            self._order = (key, shuffled(np.arange(start, end), hash64(key)))
+        begin = int(self._order[1][row - start]) * self._seq_len
         tokens = read(begin, min(begin + self._seq_len + 1, self._there))
         missing = self._seq_len + 1 - len(tokens)
         if missing:
@@ -189,9 +181,6 @@ def validation_batches(
     Raises:
         ValueError: too little text for one batch per rank.
     """
-    check_sizes(batch_size, seq_len, rank, world_size)
-    if n < 1:
-        raise ValueError(f"n={n} validation batches: ask for at least 1")
     stream = stream_of(tokenizer.eos_id, seq_len if source.chat else None, pairs=source.pairs)
     pieces, size = [stream.open()], batch_size * seq_len
     for text in source.texts("val"):
@@ -228,11 +217,6 @@ def validation_batches(
     return batches
 
 
-def unigram_entropy(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None) -> float:
-    """Entropy in nats of the token distribution of both splits: the loss of a model that knows only frequencies."""
-    return entropy(unigram(source, tokenizer, max_tokens))
-
-
 def entropy(p: np.ndarray) -> float:
     """In nats, of probabilities (V,).
 
@@ -242,10 +226,9 @@ def entropy(p: np.ndarray) -> float:
     return float(-(p * np.log(p)).sum()) + 0.0  # not -0.0
 
 
-def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None) -> np.ndarray:
+def unigram(source: Corpus, tokenizer: Tokenizer) -> np.ndarray:
     """The share of each token (V,) in both splits: of text with its end-of-text tokens, of conversations what the
-    assistant says. Documents are read in a fixed mixed order until ``max_tokens`` are counted, by default as many as
-    ``source`` says.
+    assistant says. Documents are read in a fixed mixed order until as many are counted as ``source`` says.
     """
     counts, total = np.zeros(tokenizer.vocab_size, dtype=np.int64), 0
     for text in source.texts(None):
@@ -253,7 +236,7 @@ def unigram(source: Corpus, tokenizer: Tokenizer, max_tokens: int | None = None)
         counted = tokens[tokens >= 0] if source.chat else np.append(tokens, tokenizer.eos_id)
         counts += np.bincount(counted, minlength=len(counts))
         total += len(counted)
-        if total >= (max_tokens or source.most_sampled):
+        if total >= source.most_sampled:
             break
     if not total:
         raise ValueError(f"{source.name}: no message is from the assistant, so nothing is learned: add some that are")
@@ -296,11 +279,3 @@ def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: di
                 f"the saved data position has {key}={state[key]!r}, this run has {key}={here!r}: "
                 f"resume with the saved {key}, or start a new run"
             )
-
-
-def check_sizes(batch_size: int, seq_len: int, rank: int, world_size: int) -> None:
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("world_size", world_size)):
-        if value < 1:
-            raise ValueError(f"{name}={value} is too small: give at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} is not a rank of world_size={world_size}: give 0 to {world_size - 1}")

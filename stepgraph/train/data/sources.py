@@ -15,10 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stepgraph.errors import unknown_name
 from stepgraph.train.data.split import cut_sections, hash64, hash_names, mix64, shuffled, split_by_hash
 
-SPLITS = ("train", "val")
 PAIRS = "preference pairs"  # what documents are called of which each is two conversations
 
 
@@ -102,8 +100,6 @@ class Source(Corpus):
         return b""
 
     def documents(self, split: str) -> np.ndarray:
-        if split not in SPLITS:
-            raise unknown_name("split", split, SPLITS)
         return self.train if split == "train" else self.val
 
     def texts(self, split: str | None) -> Iterator[bytes]:

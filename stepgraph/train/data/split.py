@@ -6,20 +6,12 @@ of Python and numpy (``hash()`` is salted per process, and numpy does not promis
 
 import hashlib
 from collections.abc import Iterable
-from typing import Protocol
+from mmap import mmap
 
 import numpy as np
 
 VALIDATION_FRACTION = 0.05
 SECTION_BYTES = 64 * 1024  # a lone document is read in sections of about this size
-
-
-class ByteBuffer(Protocol):
-    """What ``bytes`` and ``mmap`` share."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> int: ...
-    def find(self, sub: bytes, start: int, end: int, /) -> int: ...
 
 
 def hash64(name: str) -> int:
@@ -75,7 +67,7 @@ def shuffled(documents: np.ndarray, key: int, blocks: np.ndarray | None = None) 
     return documents[np.lexsort((rank, mix64(mix64(blocks) ^ key)))]
 
 
-def cut_sections(text: ByteBuffer, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def cut_sections(text: bytes | mmap, start: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cuts one document, ``text[start:end]``, by position: bounds (S + 1,) of sections, and the (train, val) sections.
 
     The first 95% are train, the last 5% validation; each side is cut into sections of about ``SECTION_BYTES``, after
@@ -93,7 +85,7 @@ def cut_sections(text: ByteBuffer, start: int, end: int) -> tuple[np.ndarray, np
     return np.array(bounds, dtype=np.int64), sections[:train_sections], sections[train_sections:]
 
 
-def _cut(text: ByteBuffer, at: int, end: int) -> int:
+def _cut(text: bytes | mmap, at: int, end: int) -> int:
     """A position in [at, end) to cut at: after the next near newline, else before a UTF-8 character."""
     newline = text.find(b"\n", at, at + min((end - at) // 2, SECTION_BYTES // 8))
     if newline >= 0:

@@ -5,7 +5,6 @@ from a row to the next: see `Rows`.
 """
 
 from collections import Counter
-from typing import Protocol
 
 import numpy as np
 
@@ -13,48 +12,34 @@ from stepgraph.models.loss import IGNORE
 from stepgraph.models.preference import PAIR_TOKENS
 
 
-class Stream(Protocol):
-    """Lays out documents one after the other; ``there``: how many tokens there are so far; ``begins``: the places in
-    the stream of the first tokens of the documents that this object laid out; ``counts``: how many were changed or left
-    out, by why; ``told``: what a user should know of these, or empty."""
-
-    there: int
-    begins: list[int]
-    counts: Counter[str]
-    told: str
-
-    def open(self) -> np.ndarray:
-        """The tokens before the first document."""
-
-    def add(self, documents: list[np.ndarray]) -> np.ndarray:
-        """The tokens that ``documents``, each (N,), add."""
-
-    def close(self) -> np.ndarray:
-        """The tokens after the last."""
-
-
 class Text:
-    """Documents with an end-of-text token after each, and one before the first.
+    """Documents with an end-of-text token after each, and one before the first, laid out one after the other.
 
-    A document begins with the one before it, of which its own first token is predicted.
+    A document begins with the one before it, of which its own first token is predicted. ``there``: how many tokens
+    there are so far. ``begins``: the places in the stream of the first tokens of the documents that this object laid
+    out. ``counts``: how many were changed or left out, by why. ``told``: what a user should know of these, or empty.
     """
 
     told = ""
 
     def __init__(self, eos_id: int, there: int = 0):
-        self._end, self.there, self.begins = np.array([eos_id], np.int32), there, []
+        self._end, self.there = np.array([eos_id], np.int32), there
+        self.begins: list[int] = []
         self.counts: Counter[str] = Counter()
 
     def open(self) -> np.ndarray:
+        """The tokens before the first document."""
         self.begins.append(0)
         return self._counted([self._end])
 
     def add(self, documents: list[np.ndarray]) -> np.ndarray:
+        """The tokens that ``documents``, each (N,), add."""
         ends = np.cumsum([len(ids) + 1 for ids in documents], dtype=np.int64) + self.there - 1
         self.begins += ends.tolist()
         return self._counted([part for ids in documents for part in (ids, self._end)])
 
     def close(self) -> np.ndarray:
+        """The tokens after the last."""
         return self._counted([])
 
     def _counted(self, pieces: list[np.ndarray]) -> np.ndarray:
@@ -136,7 +121,7 @@ class Pairs(Rows):
         return [chosen, np.pad(rejected, (0, missing), constant_values=self._fill)]
 
 
-def stream_of(eos_id: int, row: int | None, there: int = 0, pairs: bool = False) -> Stream:
+def stream_of(eos_id: int, row: int | None, there: int = 0, pairs: bool = False) -> Text:
     """`Rows` of ``row`` tokens, or `Pairs`, or `Text` for None."""
     return Text(eos_id, there) if row is None else (Pairs if pairs else Rows)(eos_id, row, there)
 

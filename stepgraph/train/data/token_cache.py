@@ -29,7 +29,7 @@ import numpy as np
 
 from stepgraph.cache import user_cache
 from stepgraph.train.data.sources import Corpus
-from stepgraph.train.data.stream import Stream, begun, stream_of
+from stepgraph.train.data.stream import Text, begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
 
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
@@ -261,7 +261,7 @@ class TokenCache:
         file.truncate()
         return file
 
-    def _record(self, place: tuple[int, int], whole: bool, begins: int, stream: Stream) -> None:
+    def _record(self, place: tuple[int, int], whole: bool, begins: int, stream: Text) -> None:
         content = dict(zip(("documents", "row"), place, strict=True)) | {"tokens": stream.there, "begins": begins}
         content |= {"counts": dict(stream.counts), "whole": whole} | ({"told": stream.told} if stream.told else {})
         aside = self.folder / "progress.tmp"

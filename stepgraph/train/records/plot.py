@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -26,7 +25,6 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None) ->
     val = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
 
     figure = Figure(figsize=(9, 5.2), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.margins(x=0.03)
     if train:

@@ -81,9 +81,9 @@ class RunPage:
             f"measured on {self.account['head']['device']}, the median step": timed,
         }
         try:
-            from stepgraph.inspect.forecast.plot import measured_chart  # matplotlib is slow to load
+            from stepgraph.inspect.forecast.plot import measured_figure  # matplotlib is slow to load
 
-            measured_chart(self.config, times, self.path.with_name(SCHEDULE))
+            measured_figure(self.config, times).savefig(self.path.with_name(SCHEDULE))
         except Exception as failure:  # nor is a chart
             self.say(f"warning: {SCHEDULE} could not be drawn: {type(failure).__name__}: {failure}")
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import stepgraph
 from stepgraph.passes import configured, get
 from stepgraph.passes.compile.inductor import adds_in_any_order
+from tests.models.flex_llama import flex_llama
 
 # Inductor's C++ compiler takes most of a test's time.
 pytestmark = pytest.mark.slow
@@ -160,9 +161,9 @@ def test_compiled_pieces_let_go_of_what_they_read(tools):
 @pytest.mark.long
 def test_flex_attention_is_left_to_eager_on_a_cpu(tools):
     """Its backward is not compiled for CPUs; all around it is."""
-    models = [tools.llama(n_layers=1, attention=attention) for attention in ("flex", "sdpa")]
+    batch, plain = tools.tokens()[0], tools.llama(n_layers=1)
+    models = [flex_llama(plain.config, batch["tokens"].shape[1]), plain]
     models[0].load_state_dict(models[1].state_dict())
-    batch = tools.tokens()[0]
     step = stepgraph.capture(models[0], tools.next_token_loss, batch, passes="default")
     loss, expected = step(batch), tools.next_token_loss(models[1], batch)
     expected.backward()

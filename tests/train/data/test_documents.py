@@ -51,14 +51,9 @@ def pairs(batch):
 @settings(max_examples=20, deadline=None)
 @given(texts, st.integers(1, 3), st.integers(1, 17), st.integers(0, 3))
 def test_positions_are_those_of_the_documents(texts, batch_size, seq_len, seed):
-    """Unshuffled in their order; shuffled over two epochs the same rows; on two ranks those of one."""
+    """Over two epochs the same rows; on two ranks those of one."""
     source = Documents(texts)
     options = {"batch_size": batch_size, "seq_len": seq_len, "positions": True}
-    wanted = list(rows_of(source, source.train, seq_len))
-    plain = PackedLoader(source, Ambiguous(), **options, shuffle=False)
-    found = [pair for _ in range(len(wanted)) for pair in pairs(next(plain))]
-    assert found[: len(wanted)] == [(tokens, positions) for tokens, positions in wanted]
-
     order = source.order(source.documents("train"), 0, 0)
     wanted = sorted(rows_of(source, order, seq_len))
     shuffled = PackedLoader(source, Ambiguous(), **options, seed=seed)

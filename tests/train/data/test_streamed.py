@@ -21,7 +21,7 @@ from stepgraph.train.data import (
     token_cache,
 )
 from stepgraph.train.data.formats import Streamed
-from stepgraph.train.data.loader import unigram_entropy, validation_batches
+from stepgraph.train.data.loader import entropy, unigram, validation_batches
 
 datasets = pytest.importorskip("datasets")
 EOS = ByteTokenizer.eos_id
@@ -159,7 +159,7 @@ def test_validation_is_held_out_or_the_sets_own(data, tmp_path):
     assert bytes(batch["tokens"][0, 1:].tolist()).startswith(b"held out held")
     (part,) = open_validation(data)
     assert len(list(part.source.texts("val"))) == 180
-    assert 2 < unigram_entropy(source, ByteTokenizer()) < 4
+    assert 2 < entropy(unigram(source, ByteTokenizer())) < 4
 
 
 @streamed
@@ -192,8 +192,8 @@ def test_in_a_mixture_it_gives_its_share(data, tmp_path):
     again.load_state_dict(json.loads(json.dumps(mixed.state_dict())))
     for _ in range(4):
         assert torch.equal(next(mixed)["tokens"], next(again)["tokens"])
-    for one in (mixed, again):
-        one.tokens.close()
+    for cache in (*mixed.caches, *again.caches):
+        cache.close()
 
 
 @streamed

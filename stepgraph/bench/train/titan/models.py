@@ -52,16 +52,10 @@ def llama3_sizes(model: Llama3Config) -> dict[str, Any]:
     a multiple of ``multiple_of``. A multiplier that lands below ``ffn_dim`` and that as the multiple give it exactly.
     """
     scaling = model.rope_scaling
-    return {
-        "dim": model.dim,
-        "n_layers": model.n_layers,
-        "n_heads": model.n_heads,
-        "n_kv_heads": model.n_kv_heads,
-        "vocab_size": model.vocab_size,
+    same = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
+    return {name: getattr(model, name) for name in same} | {
         "multiple_of": model.ffn_dim,
         "ffn_dim_multiplier": 0.5 * model.ffn_dim / int(8 * model.dim / 3),
-        "norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
         "rope_scaling_args": {
             "scaling_factor": scaling.factor if scaling else 1.0,
             "low_freq_factor": scaling.low_freq_factor if scaling else 1.0,
