@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 import stepgraph
-from stepgraph.errors import unknown_name
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.watch.lost_ranks import is_lost_rank
 from stepgraph.train.checkpoint.files import check_index, dcp_load, dcp_save, sha256, sync
@@ -61,7 +60,6 @@ from stepgraph.train.checkpoint.state import (
 )
 
 _Tensors = dict[str, torch.Tensor]
-PARTS = ("model", "optimizer", "loader", "schedule", "trainer")
 
 
 class Checkpointer:
@@ -81,8 +79,6 @@ class Checkpointer:
     def __init__(
         self, folder: str | os.PathLike, *, keep: int = 3, keep_every: int = 0, mesh: str | None = None
     ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep={keep} would delete every checkpoint; use 1 or more")
         self.folder = Path(folder)
         self.keep, self.keep_every = keep, keep_every
         self.mesh = mesh
@@ -106,8 +102,6 @@ class Checkpointer:
         """`save` in two parts: take all but the tensors out of ``state``, and return a function that writes these and
         what ``copied`` makes of the tensors, and returns the path. ``group``: what the ranks meet in while they write.
         """
-        if step < 0:
-            raise ValueError(f"step={step} is negative; steps count from 0")
         ranks = Ranks()
 
         def work() -> tuple[_Tensors, dict[str, list], dict, dict]:
@@ -166,7 +160,6 @@ class Checkpointer:
         """
         ranks = Ranks()
         path = ranks.first(lambda: resolve(path))
-        _check_parts(state)
         try:
             manifest = ranks.each(lambda: verify(path, contents=True, rank=ranks.rank, world=ranks.world))
         except DamagedError as error:
@@ -272,17 +265,8 @@ def _fingerprint(model: dict[str, list]) -> str:
     return hashlib.sha256(json.dumps(model, sort_keys=True).encode()).hexdigest()
 
 
-def _check_parts(state: dict) -> None:
-    for part in state:
-        if part not in PARTS:
-            raise unknown_name("part of a checkpoint", part, PARTS)
-    if "model" not in state:
-        raise ValueError(f"the state has {', '.join(state) or 'nothing'} and no model; add state['model']")
-
-
 def _collect(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, list], dict, dict]:
     """The tensors for DCP that are here, the description of all the model's, this rank's JSON, and that of all."""
-    _check_parts(state)
     live, trim = model_tensors(state["model"]), Trim(state["model"])
     model = {name: trim(name, tensor) for name, tensor in live.items()}
     tensors = {f"model.{name}": tensor for name, tensor in model.items() if not tensor.is_meta}
@@ -326,10 +310,6 @@ def _plan(
                 f"has {ranks.world}; run with {manifest['ranks']}, or load without loader and rng"
             )
         own = json.loads((path / _rank_file(ranks.rank)).read_bytes())
-    for part in state:
-        if part != "model" and part not in shared and part not in own:
-            raise ValueError(f"checkpoint {path} was saved without {part!r}; leave {part!r} out of the state to load")
-
     targets = {f"model.{name}": tensor for name, tensor in model.items() if not tensor.is_meta}
     restore_optimizer = None
     if "optimizer" in state:

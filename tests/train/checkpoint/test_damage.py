@@ -194,21 +194,6 @@ def test_loader_that_refuses_changes_nothing(saved):
     assert equal(contents(state), before)
 
 
-def test_parts(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    with pytest.raises(ValueError, match=r"unknown part of a checkpoint 'optimiser': did you mean 'optimizer'\?"):
-        checkpointer.save(1, {"model": Tiny(), "optimiser": None})
-    with pytest.raises(ValueError, match="no model"):
-        checkpointer.save(1, {"trainer": {}})
-    with pytest.raises(ValueError, match="keep=0"):
-        Checkpointer(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step=-1"):
-        checkpointer.save(-1, {"model": Tiny()})
-    path = checkpointer.save(1, {"model": Tiny()})
-    with pytest.raises(ValueError, match="was saved without 'optimizer'"):
-        checkpointer.load(path, build(1))
-
-
 def test_resolve(saved, tmp_path):
     checkpointer, _ = saved
     newest = checkpointer.folder / "step-00000002"
