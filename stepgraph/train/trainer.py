@@ -132,8 +132,7 @@ class Run:
         self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = None if config.loss == "dpo" else self.ranks.first(data.unigram_entropy)
-        for cache in self.loader.caches:
-            cache.start(self.say)  # from here on, only its thread reads the source
+        self.loader.tokens.start(self.say)  # from here on, only its thread reads the source
         with Waiting(self.say, "tokenizing all documents, to count the rows of an epoch"):
             self.config, epochs = start.with_steps_of_epochs(config, self.loader)
         config = self.config
@@ -182,7 +181,7 @@ class Run:
         self.say(start.options_lines(config, resumed=config.resume is not None))
         entropy = "" if self.unigram is None else f"; unigram entropy {self.unigram:.4f} nats"
         self.say(f"data {data.description}{entropy}")
-        self.say(f"tokens: {'; '.join(cache.describe() for cache in self.loader.caches)}")
+        self.say(f"tokens: {self.loader.tokens.describe()}")
         if epochs:
             self.say(epochs)
         self.say(start.model_line(config, self.params))
@@ -283,8 +282,7 @@ class Run:
                 self.captured = None  # and with it what the graph holds
                 error = memory_advice(failure, self.config, self._spec)
         finally:
-            caches = [cache.close for cache in self.loader.caches]
-            parts = [self.watch.ends, *caches, *([] if lost else [self.saving.finish])]
+            parts = [self.watch.ends, self.loader.tokens.close, *([] if lost else [self.saving.finish])]
             for part in (*parts, partial(close, self, status, error)):
                 with self.failures.noted(Exception):
                     part()
@@ -521,7 +519,7 @@ class Run:
 
     def _check_data(self) -> None:
         """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""
-        if self.speaks and not self.rewritten and any(cache.rewritten() for cache in self.loader.caches):
+        if self.speaks and not self.rewritten and self.loader.tokens.rewritten():
             self.rewritten = True
             self.say(f"warning: {self.config.data} was written to since the run began: without a copy of the "
                      "old data it cannot be resumed")  # fmt: skip

@@ -1,5 +1,6 @@
 """Batches whose rows come from several sources, each with its share."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from stepgraph.train.data.loader import Batch, PackedLoader, to_batch
 from stepgraph.train.data.several import Part
+from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
 
@@ -42,7 +44,7 @@ class MixedLoader:
             for part in parts
         ]
         self._counts = np.zeros(len(parts), dtype=np.int64)  # rows that each part has given
-        self.caches = [loader.tokens for loader in self._loaders]
+        self.tokens = Caches([loader.tokens for loader in self._loaders])
 
     @property
     def epoch(self) -> int:
@@ -104,6 +106,31 @@ class MixedLoader:
             except ValueError as error:
                 raise ValueError(f"{part.name}: {error}") from error
         self._counts = np.array(state["counts"], dtype=np.int64)
+
+
+class Caches:
+    """The token caches of a mixture as one."""
+
+    def __init__(self, caches: list[TokenCache]):
+        self._caches = caches
+
+    def start(self, say: Callable[[str], None] | None = None) -> None:
+        """Start each part, as `TokenCache.start` does."""
+        for cache in self._caches:
+            cache.start(say)
+
+    def close(self) -> None:
+        """End the threads; what they wrote stays."""
+        for cache in self._caches:
+            cache.close()
+
+    def rewritten(self) -> bool:
+        """Whether the files of any part were written to, or removed, since."""
+        return any(cache.rewritten() for cache in self._caches)
+
+    def describe(self) -> str:
+        """How much is there, for people."""
+        return "; ".join(cache.describe() for cache in self._caches)
 
 
 def describe_mixture(parts: list[Part]) -> str:
