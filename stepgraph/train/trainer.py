@@ -448,7 +448,7 @@ class Run:
             with self.failures.noted(what=OUTPUT):
                 progress.update(step, lr=launched.lr, **record, **loads)
         if self.finished == 1:
-            self._restart_clock()  # the first record loads TensorBoard
+            self.last_time = time.perf_counter()  # the first record loads TensorBoard
 
     def _restart_clock(self) -> None:
         """Time the next step from now on: what came before it was no step."""

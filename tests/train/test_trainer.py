@@ -18,6 +18,7 @@ from stepgraph.passes import PassReport
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import Summary
+from stepgraph.train.records.launched import Figures
 from stepgraph.train.start import pass_lines
 from stepgraph.train.trainer import Run
 
@@ -253,6 +254,21 @@ def test_reported_step_times_leave_out_validations_and_saves(trainer, tmp_path, 
     times = [ms for _, ms in trainer.metrics(tmp_path / "run", "step_ms")]
     assert times == pytest.approx(steps)
     assert trainer.summary(tmp_path / "run")["step_ms_median"] == pytest.approx(statistics.median(times[2:]))
+
+
+def test_steps_that_run_ahead_are_timed_by_the_gpu_from_the_second_on(trainer, tmp_path, monkeypatch):
+    """The second is in flight when the first is recorded: by the host's clock, it would take what is left of it."""
+    original = Run.__init__
+
+    def ahead(self, *args):
+        original(self, *args)
+        self.runs_ahead = True
+
+    monkeypatch.setattr(Run, "__init__", ahead)
+    monkeypatch.setattr(Figures, "ms_since", lambda self, before: None if before is None else 12345.0)
+    assert trainer.here("--out", tmp_path / "run", *ONE_LAYER, "--steps", 4) == 0
+    times = [ms for _, ms in trainer.metrics(tmp_path / "run", "step_ms")]
+    assert times[1:3] == [12345.0] * 2 and 12345.0 not in (times[0], times[3])  # the page follows the third
 
 
 def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path, capsys):
