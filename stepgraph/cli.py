@@ -174,7 +174,9 @@ def _dispatch(arguments: list[str]) -> int:
         full, options = f"bench {rest[0]}", rest[1:]
     if full in COMMANDS and _helped(full, options):
         return 0
-    if full in COMMANDS:
+    # Ranks and what starts them import torch at once, if their options need no check by this process.
+    nproc = ranks_asked_for(rest) if command == "train" else None
+    if full in COMMANDS and not nproc:
         _load_torch()
     match command:
         case "-h" | "--help":
@@ -189,7 +191,7 @@ def _dispatch(arguments: list[str]) -> int:
             from stepgraph.train.faults.orphan import end_with_launcher
 
             end_with_launcher()
-            if nproc := ranks_asked_for(rest):  # they begin to import torch as early as can be
+            if nproc:
                 from stepgraph.train.launch import launch
 
                 return launch(nproc, rest)
@@ -221,10 +223,12 @@ def _load_torch() -> None:
     an import, KeyboardInterrupt can be swallowed or become an ImportError."""
     timer = threading.Timer(_SPEAKS_AFTER_S, partial(print, "loading torch", file=sys.stderr, flush=True))
     timer.daemon = True
-    timer.start()
+    if os.environ.get("RANK", "0") == "0":
+        timer.start()
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _end_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # ranks start with it blocked
     try:
         import torch  # noqa: F401
     finally:

@@ -1,22 +1,30 @@
-"""``stepgraph train --nproc N``: starts ranks on this machine as torchrun does."""
+"""``stepgraph train --nproc N``: starts ranks on this machine, in the environment that torchrun gives them.
+
+torchrun begins by importing torch, as its ranks do after it. Here they all begin at once, which is seconds of a start.
+"""
 
 import contextlib
-import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-from stepgraph.run.watch.heartbeat import last_told
 from stepgraph.run.watch.signals import stopping
 from stepgraph.train.faults.orphan import LAUNCHER
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+#: Seconds between two looks at the ranks.
+_LOOKS_S = 0.1
+
+#: Seconds that ranks have to end when they are asked to.
+_ENDS_S = 30.0
 
 
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
@@ -25,45 +33,101 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
     If one fails, the others are ended and all start again, at most ``max_restarts`` times. The error names the rank
     whose failure was the last; an error of use, status 2, was reported by the first rank that made it.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # one line below reports it
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    os.environ[LAUNCHER] = str(os.getpid())
-    # This process and the ranks share the store, and the agent, which runs in this process too, its server.
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    # Not torchrun's command line, which would take --nproc as the abbreviation of an option.
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="static",
-        rdzv_endpoint=f"localhost:{server.port}",
-        rdzv_configs={"rank": 0},
-        max_restarts=max_restarts,
-        # The ranks handle the others themselves: they save and end with 0, and then the agent ends too.
-        signals_to_handle="SIGQUIT",
-    )
-    try:
-        with _passed_on(*stopping()):
-            elastic_launch(config, sys.executable)("-u", "-m", "stepgraph", "train", *arguments)
-    except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
-        if first.exitcode in (2, 130):  # the rank has said why
-            return first.exitcode
-        how = f"ended with status {first.exitcode}; its own message is above"
-        if first.exitcode < 0:
-            told = last_told(dist.PrefixStore(f"stepgraph/{config.run_id}", server), rank)
-            how = f"was killed by {first.signal_name()}{told}; the others were ended"
-        print(f"error: rank {rank} (pid {first.pid}) {how}", file=sys.stderr)
-        return first.exitcode if first.exitcode > 0 else 1
-    return 0
+    job = str(uuid.uuid4())
+    with socket.create_server(("localhost", 0)) as listener:
+        # Like torchrun's: `parallel.job_store` and the meeting of the ranks read it.
+        common = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc))),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(listener.getsockname()[1]),
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCHELASTIC_RUN_ID": job,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            LAUNCHER: str(os.getpid()),
+        }
+        command = [sys.executable, "-u", "-m", "stepgraph", "train", *arguments]
+        store = None
+        for attempt in range(max_restarts + 1):
+            own = os.environ | common | {"TORCHELASTIC_RESTART_COUNT": str(attempt)}
+            ranks: list[subprocess.Popen] = []
+            with _passed_on(ranks):
+                try:
+                    with _held(signal.SIGINT):  # until a rank can answer it
+                        for rank in map(str, range(nproc)):
+                            env = own | {"RANK": rank, "LOCAL_RANK": rank}
+                            ranks.append(subprocess.Popen(command, env=env, start_new_session=True))
+                    store = store or _serve(listener, job)
+                    failed = _first_failure(ranks)
+                finally:
+                    _end(ranks)
+            if failed is None:
+                return 0
+        status, rank = ranks[failed].returncode, failed
+        if status in (2, 130):  # the rank has said why
+            return status
+        how = f"ended with status {status}; its own message is above"
+        if status < 0:
+            from stepgraph.run.watch.heartbeat import last_told
+
+            how = f"was killed by {signal.Signals(-status).name}{last_told(store, rank)}; the others were ended"
+        print(f"error: rank {rank} (pid {ranks[rank].pid}) {how}", file=sys.stderr)
+        return status if status > 0 else 1
 
 
 @contextlib.contextmanager
-def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
-    """Forward the first of these signals to this process's children; a second one, but for SIGHUP, ends this process as
-    usual."""
-    before = {number: signal.getsignal(number) for number in numbers}
+def _held(number: signal.Signals) -> Iterator[None]:
+    """Inside, the signal is blocked, and so in processes that are started, until they unblock it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve(listener: socket.socket, job: str) -> "dist.Store":
+    """The store of the ranks of ``job``, which outlives them: its server answers at ``listener`` from now on."""
+    import torch.distributed as dist  # which the ranks have begun to import too
+
+    port = listener.getsockname()[1]
+    server = dist.TCPStore(
+        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+    )
+    return dist.PrefixStore(f"stepgraph/{job}", server)
+
+
+def _first_failure(ranks: list[subprocess.Popen]) -> int | None:
+    """Wait until all ranks have ended with status 0, or one has not: which. Of several at one look, one that a signal
+    killed, since others may have ended because of it."""
+    while True:
+        states = [rank.poll() for rank in ranks]
+        if failed := [rank for rank, status in enumerate(states) if status]:
+            return min(failed, key=lambda rank: (states[rank] > 0, rank))
+        if None not in states:
+            return None
+        time.sleep(_LOOKS_S)
+
+
+def _end(ranks: list[subprocess.Popen]) -> None:
+    """End the ranks that still run, by force those that take too long, each with the processes that it started."""
+    until = time.monotonic() + _ENDS_S
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for rank in ranks:
+            if rank.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, number)
+        for rank in ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(max(0.0, until - time.monotonic()) if number == signal.SIGTERM else None)
+
+
+@contextlib.contextmanager
+def _passed_on(ranks: list[subprocess.Popen]) -> Iterator[None]:
+    """Forward the first of the signals that ask a run to stop to the ``ranks``, which save and end; a second one, but
+    for SIGHUP, ends this process as usual."""
+    before = {number: signal.getsignal(number) for number in stopping()}
 
     def restore(kept: int | None = None) -> None:
         for number, handler in before.items():
@@ -72,25 +136,12 @@ def _passed_on(*numbers: signal.Signals) -> Iterator[None]:
 
     def pass_on(number: int, _frame: object) -> None:
         restore(kept=signal.SIGHUP)
-        for pid in _children():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for rank in ranks:
+            rank.send_signal(number)
 
-    for number in numbers:
+    for number in before:
         signal.signal(number, pass_on)
     try:
         yield
     finally:
         restore()
-
-
-def _children() -> list[int]:
-    """Processes that this one started, from /proc on Linux, where containers may lack ``ps``; else from ``ps``."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            found[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    if not found:
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-        found = dict(map(int, line.split()) for line in listed.splitlines())
-    return [pid for pid, parent in found.items() if parent == os.getpid()]
