@@ -51,10 +51,21 @@ def split(module: fx.GraphModule, group_of: Callable[[fx.Node], Any]) -> fx.Grap
         if not groups or groups[-1] != group:
             groups.append(group)
         pieces[node] = len(groups) - 1
-    result = split_module(module, module, pieces.__getitem__, keep_original_order=True)
+    if len(groups) == 1:  # a graph of thousands of nodes, which need not be made again
+        result = _calling(module)
+    else:
+        result = split_module(module, module, pieces.__getitem__, keep_original_order=True)
     for i, group in enumerate(groups):
         getattr(result, f"submod_{i}").group = group
     return result
+
+
+def _calling(module: fx.GraphModule) -> fx.GraphModule:
+    """A module that calls ``module``."""
+    graph = fx.Graph()
+    inputs = module.graph.find_nodes(op="placeholder")
+    graph.output(graph.call_module("submod_0", tuple(graph.node_copy(node) for node in inputs)))
+    return fx.GraphModule({"submod_0": module}, graph)
 
 
 def tensors_of(node: fx.Node) -> Iterable[torch.Tensor]:

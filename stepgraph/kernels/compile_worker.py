@@ -1,41 +1,49 @@
-"""``python -m stepgraph.kernels.compile_worker``: compiles Triton kernels for whoever started it.
+"""``python -m stepgraph.kernels.compile_worker FD``: compiles Triton kernels for whoever started it.
 
-Standard input: one pickled `Request`. Standard output: a line of JSON for each source that is done, with its kernel's
-name and the error, or null. The results are in the folder ``cache``, Triton's cache on disk. A process of its own, with
-children for each source: it has neither a GPU context nor threads, and so can fork, which a training process cannot.
+``FD``: its end of a `multiprocessing.Pipe`. It gets `Request` after `Request`, and sends (the request's number, a
+kernel's name, the error or None) for each source that is done. The results are in Triton's cache on disk. A process of
+its own, with children for each source: it has neither a GPU context nor threads, and so can fork, which a training
+process cannot.
 """
 
-import json
 import multiprocessing
 import os
-import pickle
 import sys
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+import triton  # noqa: F401  before the first request comes, as torch by the next line
 
 from stepgraph import compat
 
+#: Seconds after which a process that is asked for nothing ends.
+_IDLE_S = 300
+
 
 class Request(NamedTuple):
-    """Compile ``sources`` for ``target``, a ``GPUTarget``, into the folder ``cache``. ``launchers``: and what calls
-    them, which is linked with the GPU's driver."""
+    """Compile ``sources`` for ``target``, a ``GPUTarget``, in ``environment``, which names Triton's cache.
+    ``launchers``: and what calls them, which is linked with the GPU's driver."""
 
-    cache: str
+    number: int
+    environment: dict[str, str]
     target: Any
     sources: list[compat.TritonSource]
     launchers: bool
 
 
-def main() -> int:
-    """Serves one request; the exit status is 0 whatever became of single sources."""
-    try:
-        request = pickle.load(sys.stdin.buffer)
-    except EOFError:  # the one who asks is gone
-        return 0
-    os.environ["TRITON_CACHE_DIR"] = request.cache
-    jobs = [(source, request.target, request.launchers) for source in request.sources]
-    with multiprocessing.get_context("fork").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
-        for name, error in pool.imap_unordered(_compiled, jobs):
-            print(json.dumps([name, error]), flush=True)
+def main(connection: Connection) -> int:
+    """Serves requests until the one who asks is gone; the exit status is 0 whatever became of single sources."""
+    while connection.poll(_IDLE_S):
+        try:
+            request = connection.recv()
+        except EOFError:
+            break
+        os.environ.clear()
+        os.environ.update(request.environment)
+        jobs = [(source, request.target, request.launchers) for source in request.sources]
+        with multiprocessing.get_context("fork").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
+            for name, error in pool.imap_unordered(_compiled, jobs):
+                connection.send((request.number, name, error))
     return 0
 
 
@@ -52,4 +60,4 @@ def _compiled(job: tuple[compat.TritonSource, Any, bool]) -> tuple[str, str | No
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Connection(int(sys.argv[1]))))

@@ -212,7 +212,7 @@ def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
         triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
         compat.triton_compiled(source)
     assert hits == [True]
-    monkeypatch.setattr(beside.subprocess, "Popen", None)
+    monkeypatch.setattr(beside, "start_worker", None)
     assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []
 
 
@@ -253,6 +253,7 @@ def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
 
 def program_that(tmp_path, monkeypatch, *lines):
     """In Python's place, a program of the shell."""
+    monkeypatch.setattr(beside, "_running", [])
     program = tmp_path / "python"
     program.write_text("\n".join(["#!/bin/sh", *lines]))
     program.chmod(0o755)
@@ -261,16 +262,33 @@ def program_that(tmp_path, monkeypatch, *lines):
 
 
 def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path):
-    program_that(tmp_path, monkeypatch, 'echo "no such module $TRITON_PTXAS_PATH" >&2', "exit 1")
+    program_that(tmp_path, monkeypatch, 'echo "no such module" >&2', "exit 1")
     running = beside.Ahead([graph_of(make, column_sum(make))])
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "another")
     assert running.finish() == ["not compiled ahead: 1 of our own kernels: no such module"]
 
 
 def test_what_is_compiled_under_another_key_is_a_line_of_the_report(make, monkeypatch, tmp_path):
-    program_that(tmp_path, monkeypatch, "cat > /dev/null", """echo '["add_slots_kernel", null]'""")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compat, "triton_cached", lambda source: False)
     running = beside.Ahead([graph_of(make, column_sum(make))])
     assert running.finish() == ["not compiled ahead: add_slots_kernel: this process has another key for it"]
+
+
+def test_one_process_compiles_for_all_steps(make, monkeypatch, tmp_path):
+    """What it says of a step that was given up is not taken for the next one's; one that has died is replaced."""
+    monkeypatch.setattr(beside, "_running", [])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    given_up = beside.Ahead([graph_of(make, column_sum(make))])
+    given_up.start()
+    (worker,) = beside._running
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
+    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == ["1 of our own kernels compiled ahead"]
+    assert beside._running == [worker] and worker.process.poll() is None
+    assert list((tmp_path / "first").iterdir()) and list((tmp_path / "second").iterdir())
+    given_up.end()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "third"))
+    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == ["1 of our own kernels compiled ahead"]
+    assert beside._running != [worker]
 
 
 def test_a_graph_without_our_kernels_starts_nothing(make, monkeypatch):

@@ -5,11 +5,14 @@ mixture of experts on an H100. Nothing is launched and nothing of the step chang
 cache on disk, where the first launch finds it.
 """
 
-import json
+import contextlib
+import itertools
+import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -25,6 +28,43 @@ from stepgraph.kernels.compile_worker import Request
 #: Seconds for which the first launch waits at most: what takes longer is compiled there.
 _LIMIT_S = 60
 
+_NUMBERS = itertools.count()
+
+
+class _Worker:
+    """The other process, see `stepgraph.kernels.compile_worker`. It serves all graphs of this one: importing torch
+    takes longer than compiling most kernels."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115
+        self.connection, theirs = multiprocessing.Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stepgraph.kernels.compile_worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self.said,
+                stderr=self.said,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+            )
+
+    def last_words(self) -> str:
+        """The last line that the process printed, once it has ended."""
+        self.process.wait()
+        self.said.seek(0)
+        return (self.said.read().decode(errors="replace").strip().splitlines() or ["its process has ended"])[-1]
+
+
+_running: list[_Worker] = []
+
+
+def start_worker() -> _Worker:
+    """The process that compiles, which begins by importing; started if none is there."""
+    if not _running or _running[0].owner != os.getpid() or _running[0].process.poll() is not None:
+        _running[:] = [_Worker()]
+    return _running[0]
+
 
 class Ahead:
     """The kernels of the graphs of a step: made before Inductor makes or loads kernels, then `start`, and `finish`
@@ -37,7 +77,8 @@ class Ahead:
             self._calls = []
         self._environment = compat.triton_environment() if self._calls else {}
         self._asked: list[compat.TritonSource] = []
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._number = next(_NUMBERS)
+        self._worker: _Worker | None = None
         self._started = False
 
     def start(self) -> None:
@@ -56,19 +97,13 @@ class Ahead:
         self._asked = list(sources.values())
         if not self._asked:
             return
-        self._worker = subprocess.Popen(
-            [sys.executable, "-m", "stepgraph.kernels.compile_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        environment = self._environment | {"TRITON_CACHE_DIR": cache}
+        request = Request(
+            self._number, environment, compat.triton_target(), self._asked, launchers=torch.cuda.is_available()
         )
-        try:
-            request = Request(cache, compat.triton_target(), self._asked, launchers=torch.cuda.is_available())
-            self._worker.stdin.write(pickle.dumps(request))
-            self._worker.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended already: `finish` says why
+        self._worker = start_worker()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: `finish` says why
+            self._worker.connection.send(request)
 
     def finish(self) -> list[str]:
         """Wait for what was started, now if it was not; lines for the report."""
@@ -76,17 +111,19 @@ class Ahead:
             self.start()
         if self._worker is None:
             return self.notes
+        results, until, last = [], time.monotonic() + _LIMIT_S, f"not done within {_LIMIT_S} s"
         try:
-            said, errors = self._worker.communicate(timeout=_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._worker.kill()
-            said, errors = self._worker.communicate()
-        results = [json.loads(line) for line in said.splitlines() if line.startswith(b"[")]
+            while len(results) < len(self._asked) and self._worker.connection.poll(max(0, until - time.monotonic())):
+                number, name, error = self._worker.connection.recv()
+                if number == self._number:  # else of a step that was given up
+                    results.append((name, error))
+        except (EOFError, ConnectionResetError):
+            last = self._worker.last_words()
         failed = [(name, error) for name, error in results if error is not None]
         for name, error in failed:
             self._missed(name, error)
         if missing := len(self._asked) - len(results):
-            last = (errors.decode(errors="replace").strip().splitlines() or [f"not done within {_LIMIT_S} s"])[-1]
+            self.end()
             self._missed(f"{missing} of our own kernels", last)
         made = Counter(name for name, error in results if error is None)
         found = [source.function[1] for source in self._asked if compat.triton_cached(source)] if made else []
@@ -99,7 +136,8 @@ class Ahead:
     def end(self) -> None:
         """End what was started: the step will not be run."""
         if self._worker is not None:
-            self._worker.kill()
+            self._worker.process.kill()
+            self._worker.process.wait()
 
     def _missed(self, what: str, why: str) -> None:
         self.notes.append(f"not compiled ahead: {what}: {why}"[:200])

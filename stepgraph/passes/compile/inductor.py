@@ -34,7 +34,7 @@ from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
 from stepgraph.inductor.regional import Compilation, Piece, compile_pieces, note_pieces, region_of, untag
-from stepgraph.passes.compile.ahead import Ahead
+from stepgraph.passes.compile.ahead import Ahead, start_worker
 from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
@@ -72,6 +72,8 @@ def _start_workers(target: Target) -> None:
     if target.device == "cuda":
         start_helpers()
         compat.start_compile_workers()
+        if not compat.triton_interprets():
+            start_worker()
 
 
 @register(
