@@ -140,3 +140,13 @@ def test_pieces_of_a_graph_run_as_the_whole(tools, size):
     for a, b in zip([*expected, *before], [*actual, *after], strict=True):
         assert torch.equal(a, b)
     assert len(list(module.children())) == len({piece.group for piece in module.children()})
+
+
+def test_a_graph_of_one_group_is_called_as_it_is(tools):
+    step = tools.by_hand(lambda x, y: (x + y, x, (x * y).sum()), torch.ones(3), torch.arange(3.0))
+    module = split(step.module, lambda node: "device")
+    (piece,) = module.children()
+    assert piece is step.module and piece.group == "device"
+    given = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]
+    for a, b in zip(Interpreter(module)(given), step.module(*given), strict=True):
+        assert torch.equal(a, b)
