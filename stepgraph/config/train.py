@@ -283,6 +283,8 @@ class TrainConfig(
         if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
             raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
         model = dict(values["model"])
+        if model.get("attention") == "sdpa":  # Llama had the option, with this default, until 0.2.0
+            del model["attention"]
         family = family_named(str(model.pop("family", None)))
         return decode(cls, values | {"model": decode(family.config, model, "model")}, "configuration")
 

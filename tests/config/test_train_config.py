@@ -89,6 +89,18 @@ def test_a_damaged_configuration_is_refused(change, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_runs_from_when_llama_had_an_attention_of_its_own_go_on(attention):
+    config = TrainConfig(model=PRESETS["llama3-debug"]().model)
+    values = json.loads(config.to_json())
+    values["model"]["attention"] = attention
+    if attention == "sdpa":
+        assert TrainConfig.from_json(json.dumps(values)) == config
+    else:
+        with pytest.raises(ValueError, match="attention"):
+            TrainConfig.from_json(json.dumps(values))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
