@@ -379,9 +379,11 @@ class Fit:
         if self.dropped:
             self.plan.rewrite(again)
         if self.gone:
-            gone = {root.name for root in self.gone}
-            fit = Fit(self.step, replace(self.options, modules=()))
-            fit.gone = {root for root in fit.needs if root.name in gone}
+            fit = self
+            if self.dropped:  # the graph is another one
+                gone = {root.name for root in self.gone}
+                fit = Fit(self.step, replace(self.options, modules=()))
+                fit.gone = {root for root in fit.needs if root.name in gone}
             fit.intervals()
             offload.rewrite(fit.plan, fit.routes)
 

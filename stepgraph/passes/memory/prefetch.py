@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from stepgraph.costs.hardware import host_copy_seconds
+from stepgraph.costs import links
+from stepgraph.costs.hardware import ASSUMED, host_copy_seconds
 from stepgraph.costs.memory import call_bytes, lifetimes
 from stepgraph.costs.roofline import Fusion
-from stepgraph.costs.timeline import assumed_timeline
+from stepgraph.costs.timeline import assumed_seconds, assumed_timeline, simulate
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import replace
 from stepgraph.graph.facts import tensor_bytes
@@ -70,7 +71,8 @@ def prefetch_state(step: StepGraph, options: PrefetchOptions, report: PassReport
     if options.calls:
         _in_a_call(step, _first(step, state), options, report)
         return
-    before = _exposed_seconds(step, state)
+    computing = assumed_seconds(step.graph)
+    before = _exposed_seconds(step, state, computing)
     plan = Plan(step)
     trips = Trips(plan, options.compiled)
     position = plan.aliases.position
@@ -95,7 +97,7 @@ def prefetch_state(step: StepGraph, options: PrefetchOptions, report: PassReport
         set_provenance(node, provenance(node)._replace(phase="backward"))
         moved.append(node)
     report.changed = len(moved)
-    after = _exposed_seconds(step, state)
+    after = _exposed_seconds(step, state, computing)
     report.added_s = after - before
     report.summary = (
         f"{len(moved)} of the first {len(first)} copies of optimizer state to the device "
@@ -192,7 +194,8 @@ def _alive(step: StepGraph, aliases: Aliases, fusion: Fusion | None) -> tuple[np
     return np.cumsum(change)[:-1], free
 
 
-def _exposed_seconds(step: StepGraph, state: list[fx.Node]) -> float:
-    """Seconds that the step waits for copies of optimizer state, in both directions."""
+def _exposed_seconds(step: StepGraph, state: list[fx.Node], seconds: dict[fx.Node, float]) -> float:
+    """Seconds that the step waits for copies of optimizer state, in both directions. ``seconds``: of every node."""
     names = {node.name for node in (*state, *step.graph.find_nodes(op="call_function", target=STORE_BEGIN))}
-    return sum(copy.exposed_seconds for copy in assumed_timeline(step.graph).copies if copy.node in names)
+    copies = simulate(step.graph, seconds, ASSUMED, links.groups_of(step.graph.nodes)).copies
+    return sum(copy.exposed_seconds for copy in copies if copy.node in names)

@@ -19,6 +19,7 @@ from stepgraph.lower import StepSpec, copied, rewrite, trace
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, Target, configured, parse_policy, run_passes
 from stepgraph.passes.compile.blocks import consecutive
+from stepgraph.passes.memory.fit import Fit
 from stepgraph.passes.memory.policy import MemoryPolicy, check_modules
 
 GPU = GPUS["h200"]
@@ -64,6 +65,14 @@ def test_the_simulated_peak_is_under_the_one_asked_for(share):
     assert peaks == sorted(peaks, reverse=True) and min(peaks) < asked < max(peaks) and seconds[0] == 0 < seconds[-1]
     assert any(re.match(r"peak of the step and what it costs.* GiB \+0 ms, ", note) for note in report.notes)
     assert any(re.match(r"(recomputed|offloaded): \d+ x .+ of \S+ in layers\.\*", note) for note in report.notes)
+
+
+def test_the_graph_is_looked_at_once_where_nothing_is_computed_again(monkeypatch):
+    """Of a long sequence in tiles each look takes seconds."""
+    looks, init = [], Fit.__init__
+    monkeypatch.setattr(Fit, "__init__", lambda self, *given: looks.append(given) or init(self, *given))
+    fitted("layers.*=offload")
+    assert len(looks) == 1
 
 
 def test_what_is_offloaded_is_waited_for_by_nothing():
