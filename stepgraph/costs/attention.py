@@ -8,6 +8,7 @@ nearest measured one holds, as far as `covers` says. What was not measured has n
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +19,7 @@ from torch import fx
 from stepgraph.costs.flops import BACKWARD, FORWARD, attention_flops
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.graph.facts import argument
+from stepgraph.graph.host_copies import device_bytes
 from stepgraph.graph.marks import VISIBLE_PAIRS
 
 aten, ours, higher_order = torch.ops.aten, torch.ops.stepgraph, torch.ops.higher_order
@@ -179,6 +181,17 @@ def reached(node: fx.Node, gpu: Gpu) -> float | None:
     points = sorted((m.length, _share(m, direction) / _useful(_case(m))) for m in alike)
     sides = [argument(node, f"window_size_{side}") for side in ("left", "right")] if window else None
     return _interpolated(points, case.queries) * _useful(case, sides)
+
+
+def beside_bytes(node: fx.Node) -> int:
+    """Bytes that an operator of attention takes while it runs, next to what it reads: its results, and in backward the
+    gradient of queries in fp32, which FlashAttention and cuDNN add up in parts. 0 for other operators."""
+    _, direction = OPERATORS.get(node.target) or _WINDOWED.get(node.target, (None, ""))
+    if not direction or node.target in _FLEX:
+        return 0
+    results = sum(device_bytes(user) for user in node.users if user.target is operator.getitem)
+    sums = 4 * argument(node, "query").meta["val"].numel() if direction == "backward" else 0
+    return results + sums
 
 
 def _window_case(node: fx.Node) -> Case:

@@ -4,7 +4,7 @@ import operator
 
 import torch
 
-from stepgraph.costs.memory import estimate_memory, lifetimes, memory_over_step
+from stepgraph.costs.memory import at_peak, estimate_memory, lifetimes, memory_over_step
 from stepgraph.costs.roofline import Fusion
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.values import Parameter
@@ -74,3 +74,24 @@ def test_a_written_input_is_no_memory_of_its_own():
     p = hand.input(256, what=Parameter("w"))
     new = hand(aten.mul_.Tensor, p, torch.tensor(2.0), phase="optimizer", val=p.meta["val"])
     assert estimate_memory(hand.step(new).graph).peak == KB
+
+
+def test_attention_takes_its_results_and_sums_while_it_runs():
+    """Backward gives three gradients, and adds up that of the queries in fp32."""
+    hand = Hand()
+    q, k = hand.input(2, 8, 64, 32, dtype=torch.bfloat16), hand.input(2, 2, 64, 32, dtype=torch.bfloat16)
+    size = {n: n.meta["val"].nbytes for n in (q, k)}
+    rest = (None, 0, 0, 64, 64, 0.0, True)
+    given = [t.meta["val"] for t in (q, k, k)]
+    backward = hand(
+        aten._scaled_dot_product_cudnn_attention_backward.default, q, q, k, k, q, q, q, q, *rest,
+        phase="backward", val=given,
+    )  # fmt: skip
+    step = hand.step(*[hand(operator.getitem, backward, i, val=t, phase="backward") for i, t in enumerate(given)])
+    inputs, results, sums = size[q] + size[k], size[q] + 2 * size[k], 2 * size[q]
+    found = estimate_memory(step.graph)
+    assert (found.inputs, found.peak) == (inputs, inputs + results + sums)
+    aliases = Aliases(step.graph)
+    fusion = Fusion(step.graph, aliases, fused=False)
+    assert max(m.total for m in memory_over_step(step, aliases, fusion)) == found.peak
+    assert at_peak(step, aliases, fusion)[0] is backward
