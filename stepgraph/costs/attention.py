@@ -183,9 +183,9 @@ def reached(node: fx.Node, gpu: Gpu) -> float | None:
     return _interpolated(points, case.queries) * _useful(case, sides)
 
 
-def beside_bytes(node: fx.Node) -> int:
-    """Bytes that an operator of attention takes while it runs, next to what it reads: its results, and in backward the
-    gradient of queries in fp32, which FlashAttention and cuDNN add up in parts. 0 for other operators."""
+def transient_bytes(node: fx.Node) -> int:
+    """Bytes that an attention operator allocates on top of its inputs: its results, and in backward a workspace, the
+    gradient of the queries in fp32, which FlashAttention and cuDNN accumulate there. 0 for other operators."""
     _, direction = OPERATORS.get(node.target) or _WINDOWED.get(node.target, (None, ""))
     if not direction or node.target in _FLEX:
         return 0

@@ -1,7 +1,7 @@
 """What one rank holds in memory over the step: how much, and what for.
 
-A static count from shapes, each storage freed after its last use: the allocator's rounding, the workspaces of kernels,
-but for attention's, and of collectives, and the CUDA context are not in it.
+A static count from shapes, each storage freed after its last use: it leaves out the allocator's rounding, the
+CUDA context, and all workspaces but attention's.
 """
 
 from collections import defaultdict
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from stepgraph.costs.attention import beside_bytes
+from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.roofline import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
@@ -92,7 +92,7 @@ def estimate_memory(graph: fx.Graph, *, fused: bool = False) -> MemoryEstimate:
             alive += device_bytes(node)
             saved += device_bytes(node) * (node in kept)
             most_saved = max(most_saved, saved)
-        peak = max(peak, alive + beside_bytes(node))
+        peak = max(peak, alive + transient_bytes(node))
         for root in freed:
             alive -= device_bytes(root)
             saved -= device_bytes(root) * (root in kept)
@@ -190,7 +190,7 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
         path = found.path if found else None
         if path not in blocks:
             blocks[path] = step.block_of(node) or ""
-        here = Moment(phase_of(node), blocks[path], alive | {"temporary": alive["temporary"] + beside_bytes(node)})
+        here = Moment(phase_of(node), blocks[path], alive | {"temporary": alive["temporary"] + transient_bytes(node)})
         if not moments or (moments[-1].phase, moments[-1].block) != (here.phase, here.block):
             moments.append(here)
         elif here.total > moments[-1].total:
@@ -207,8 +207,8 @@ def at_peak(step: StepGraph, aliases: Aliases, fusion: Fusion) -> tuple[fx.Node,
     fullest = 0
     for place, (node, made, freed) in enumerate(walk):
         alive += device_bytes(node) * made
-        if alive + beside_bytes(node) > most:
-            most, fullest = alive + beside_bytes(node), place
+        if alive + transient_bytes(node) > most:
+            most, fullest = alive + transient_bytes(node), place
         alive -= sum(map(device_bytes, freed))
     kind = kinds_of(step, aliases)
     held = {node: kind[node] for node in step.graph.nodes if node.op in ("placeholder", "get_attr")}

@@ -21,7 +21,7 @@ from stepgraph.graph.facts import is_mutating, is_pointwise, leaves_rest, of_tar
 from stepgraph.graph.host_copies import COPIES
 from stepgraph.graph.provenance import phase_of
 
-# Groups nodes that a compiler would make one kernel: values passed within one cost no memory and no traffic
+# Groups of nodes that a compiler fuses into one kernel: values inside one cost no memory and no traffic.
 
 
 aten = torch.ops.aten

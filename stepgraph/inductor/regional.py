@@ -8,11 +8,11 @@ first.
 
 Keyword arguments that Inductor's patterns ignore, written as operators of their own.
 
-A pattern matches a call whatever keyword arguments it has besides those that the pattern names: ``add(x, a @ b,
-alpha=2)`` becomes ``addmm(x, a, b)`` (pytorch #167313, #196577). Before -> after: ``add(x, y, alpha=a)`` -> ``add(x,
-mul(y, a))``, likewise ``sub``; ``sum(x, dtype=d)`` -> ``sum(cast(x, d))``, likewise ``cumsum``. Inductor makes the same
-arithmetic of both forms. A test compares `WRITTEN` with the patterns of the installed torch. ``maximum(p, q)`` of
-truth values, which Inductor cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``.
+A pattern ignores keyword arguments that it does not name: ``add(x, a @ b, alpha=2)`` becomes ``addmm(x, a, b)``
+(pytorch #167313, #196577). Before -> after: ``add(x, y, alpha=a)`` -> ``add(x, mul(y, a))``, likewise ``sub``;
+``sum(x, dtype=d)`` -> ``sum(cast(x, d))``, likewise ``cumsum``. Inductor makes the same arithmetic of both forms. A
+test compares `WRITTEN` with the patterns of the installed torch. ``maximum(p, q)`` of truth values, which Inductor
+cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """``stepgraph train --nproc N``: starts ranks on this machine, in the environment that torchrun gives them.
 
-torchrun begins by importing torch, as its ranks do after it. Here they all begin at once, which is seconds of a start.
+torchrun imports torch and then starts the ranks, which import it again. Here the ranks start first, which saves
+seconds.
 """
 
 import contextlib
@@ -20,11 +21,11 @@ from stepgraph.train.faults.orphan import LAUNCHER
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Seconds between two looks at the ranks.
-_LOOKS_S = 0.1
+#: Seconds between two polls of the ranks.
+_POLL_S = 0.1
 
-#: Seconds that ranks have to end when they are asked to.
-_ENDS_S = 30.0
+#: Seconds from SIGTERM to SIGKILL.
+_GRACE_S = 30.0
 
 
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
@@ -79,7 +80,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> int:
 
 @contextlib.contextmanager
 def _held(number: signal.Signals) -> Iterator[None]:
-    """Inside, the signal is blocked, and so in processes that are started, until they unblock it."""
+    """Block the signal inside. Processes started there inherit the mask, and unblock it themselves."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -99,20 +100,20 @@ def _serve(listener: socket.socket, job: str) -> "dist.Store":
 
 
 def _first_failure(ranks: list[subprocess.Popen]) -> int | None:
-    """Wait until all ranks have ended with status 0, or one has not: which. Of several at one look, one that a signal
-    killed, since others may have ended because of it."""
+    """Wait until a rank fails, and return it; None once all have exited with status 0. Of ranks that fail at the same
+    time, one that was killed by a signal: its death may have failed the others."""
     while True:
         states = [rank.poll() for rank in ranks]
         if failed := [rank for rank, status in enumerate(states) if status]:
             return min(failed, key=lambda rank: (states[rank] > 0, rank))
         if None not in states:
             return None
-        time.sleep(_LOOKS_S)
+        time.sleep(_POLL_S)
 
 
 def _end(ranks: list[subprocess.Popen]) -> None:
-    """End the ranks that still run, by force those that take too long, each with the processes that it started."""
-    until = time.monotonic() + _ENDS_S
+    """Terminate the process groups of the ranks that still run, and kill those that do not exit within 30 s."""
+    until = time.monotonic() + _GRACE_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:
             if rank.poll() is None:

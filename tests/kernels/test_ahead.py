@@ -23,7 +23,7 @@ from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm import planned
 from stepgraph.kernels.norm.triton import plans, workspace
 from stepgraph.kernels.norm.triton.config.limits import Hardware
-from stepgraph.passes.compile import ahead as beside
+from stepgraph.passes.compile import ahead as compile_ahead
 
 BF16, FP32, I32, I64, FP8 = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.float8_e4m3fn
 H100 = GPUTarget("cuda", 90, 32)
@@ -202,7 +202,7 @@ def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
     """Alike calls are compiled once; what the other process compiled, a launch finds under the same key, and the next
     start compiles nothing."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    running = beside.Ahead([graph_of(make, column_sum(make)), graph_of(make, column_sum(make))])
+    running = compile_ahead.Ahead([graph_of(make, column_sum(make)), graph_of(make, column_sum(make))])
     monkeypatch.setenv("TRITON_PTXAS_PATH", "/another/ptxas")  # as Inductor does where it loads a kernel
     running.start()
     assert running.finish() == ["1 of our own kernels compiled ahead"]
@@ -212,8 +212,8 @@ def test_what_is_compiled_ahead_is_found_on_disk(make, monkeypatch, tmp_path):
         triton.knobs.compilation.listener = lambda **what: hits.append(what["cache_hit"])
         compat.triton_compiled(source)
     assert hits == [True]
-    monkeypatch.setattr(beside, "start_worker", None)
-    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []
+    monkeypatch.setattr(compile_ahead, "start_worker", None)
+    assert compile_ahead.Ahead([graph_of(make, column_sum(make))]).finish() == []
 
 
 @pytest.mark.parametrize("launchers", [True, False])
@@ -241,10 +241,10 @@ def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(ahead.LAUNCHING, "softmax_parts", refuse)
-    running = beside.Ahead([graph_of(make, ("softmax_parts", (make(512, 5000),)), column_sum(make))])
-    sources_of = beside.sources_of
+    running = compile_ahead.Ahead([graph_of(make, ("softmax_parts", (make(512, 5000),)), column_sum(make))])
+    sources_of = compile_ahead.sources_of
     with monkeypatch.context() as patch:
-        patch.setattr(beside, "sources_of", lambda *call: (wrong if "column_sum" in call else sources_of)(*call))
+        patch.setattr(compile_ahead, "sources_of", lambda *call: (wrong if "column_sum" in call else sources_of)(*call))
         running.start()
     first, second = running.finish()
     assert first == "not compiled ahead: softmax_parts: ValueError: no such thing"
@@ -253,50 +253,50 @@ def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
 
 def program_that(tmp_path, monkeypatch, *lines):
     """In Python's place, a program of the shell."""
-    monkeypatch.setattr(beside, "_running", [])
+    monkeypatch.setattr(compile_ahead, "_running", [])
     program = tmp_path / "python"
     program.write_text("\n".join(["#!/bin/sh", *lines]))
     program.chmod(0o755)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(beside.sys, "executable", str(program))
+    monkeypatch.setattr(compile_ahead.sys, "executable", str(program))
 
 
 def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     program_that(tmp_path, monkeypatch, 'echo "no such module" >&2', "exit 1")
-    running = beside.Ahead([graph_of(make, column_sum(make))])
+    running = compile_ahead.Ahead([graph_of(make, column_sum(make))])
     assert running.finish() == ["not compiled ahead: 1 of our own kernels: no such module"]
 
 
 def test_what_is_compiled_under_another_key_is_a_line_of_the_report(make, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compat, "triton_cached", lambda source: False)
-    running = beside.Ahead([graph_of(make, column_sum(make))])
+    running = compile_ahead.Ahead([graph_of(make, column_sum(make))])
     assert running.finish() == ["not compiled ahead: add_slots_kernel: this process has another key for it"]
 
 
 def test_one_process_compiles_for_all_steps(make, monkeypatch, tmp_path):
     """What it says of a step that was given up is not taken for the next one's; one that has died is replaced."""
-    monkeypatch.setattr(beside, "_running", [])
+    monkeypatch.setattr(compile_ahead, "_running", [])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
-    given_up = beside.Ahead([graph_of(make, column_sum(make))])
+    given_up = compile_ahead.Ahead([graph_of(make, column_sum(make))])
     given_up.start()
-    (worker,) = beside._running
+    (worker,) = compile_ahead._running
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
-    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == ["1 of our own kernels compiled ahead"]
-    assert beside._running == [worker] and worker.process.poll() is None
+    assert compile_ahead.Ahead([graph_of(make, column_sum(make))]).finish() == ["1 of our own kernels compiled ahead"]
+    assert compile_ahead._running == [worker] and worker.process.poll() is None
     assert list((tmp_path / "first").iterdir()) and list((tmp_path / "second").iterdir())
     given_up.end()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "third"))
-    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == ["1 of our own kernels compiled ahead"]
-    assert beside._running != [worker]
+    assert compile_ahead.Ahead([graph_of(make, column_sum(make))]).finish() == ["1 of our own kernels compiled ahead"]
+    assert compile_ahead._running != [worker]
 
 
 def test_a_graph_without_our_kernels_starts_nothing(make, monkeypatch):
     monkeypatch.setattr(driver, "_active", None)  # nor is a GPU asked for
-    assert beside.Ahead([fx.Graph()]).finish() == []
+    assert compile_ahead.Ahead([fx.Graph()]).finish() == []
 
 
 def test_the_interpreter_compiles_nothing(make, monkeypatch):
     monkeypatch.setattr(compat, "triton_interprets", lambda: True)
     monkeypatch.setattr(driver, "_active", None)
-    assert beside.Ahead([graph_of(make, column_sum(make))]).finish() == []
+    assert compile_ahead.Ahead([graph_of(make, column_sum(make))]).finish() == []

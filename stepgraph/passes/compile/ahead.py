@@ -102,7 +102,7 @@ class Ahead:
             self._number, environment, compat.triton_target(), self._asked, launchers=torch.cuda.is_available()
         )
         self._worker = start_worker()
-        with contextlib.suppress(BrokenPipeError):  # it has ended already: `finish` says why
+        with contextlib.suppress(ConnectionError):  # it has ended already: `finish` says why
             self._worker.connection.send(request)
 
     def finish(self) -> list[str]:
@@ -117,7 +117,7 @@ class Ahead:
                 number, name, error = self._worker.connection.recv()
                 if number == self._number:  # else of a step that was given up
                     results.append((name, error))
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             last = self._worker.last_words()
         failed = [(name, error) for name, error in results if error is not None]
         for name, error in failed:

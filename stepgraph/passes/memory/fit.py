@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import fx
 
-from stepgraph.costs.attention import beside_bytes
+from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.hardware import host_copy_seconds
 from stepgraph.costs.memory import lifetimes
 from stepgraph.graph.facts import tensor_bytes
@@ -189,9 +189,9 @@ class Fit:
                     self.base[position[node] + 1] -= device_bytes(root)
             if made and node not in plan.saved:
                 self.base[position[node]] += device_bytes(node)
-            if beside := beside_bytes(node):
-                self.base[position[node]] += beside
-                self.base[position[node] + 1] -= beside
+            if transient := transient_bytes(node):
+                self.base[position[node]] += transient
+                self.base[position[node] + 1] -= transient
 
     def intervals(self) -> dict[fx.Node, list[tuple[int, int]]]:
         """Where each saved result, and what is kept or made again for it, lies in memory: from node to node."""

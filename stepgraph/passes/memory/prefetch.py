@@ -22,7 +22,7 @@ import numpy as np
 from torch import fx
 
 from stepgraph.costs import links
-from stepgraph.costs.attention import beside_bytes
+from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.hardware import ASSUMED, host_copy_seconds
 from stepgraph.costs.memory import call_bytes, lifetimes
 from stepgraph.costs.roofline import Fusion
@@ -188,9 +188,9 @@ def _alive(step: StepGraph, aliases: Aliases, fusion: Fusion | None) -> tuple[np
     change, free = np.zeros(len(position) + 1, dtype=np.int64), {}
     change[0] = sum(device_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
     for node, made, freed in lifetimes(graph, aliases, fusion):
-        beside = beside_bytes(node)
-        change[position[node]] += device_bytes(node) * made + beside
-        change[position[node] + 1] -= beside
+        transient = transient_bytes(node)
+        change[position[node]] += device_bytes(node) * made + transient
+        change[position[node] + 1] -= transient
         for root in freed:
             free[root] = position[node]
             change[position[node] + 1] -= device_bytes(root)
