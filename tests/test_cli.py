@@ -414,3 +414,9 @@ def test_without_docstrings_everything_is_imported(tmp_path):
     code = "import stepgraph; from stepgraph import passes; print(len(passes.PASSES))"
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) > 20
+
+
+def test_without_triton_everything_of_a_run_is_imported():
+    """As README's first command installs it: on a CPU torch brings none."""
+    code = "import sys; sys.modules['triton'] = None; import stepgraph.train.trainer, stepgraph.passes.compile.inductor"
+    subprocess.run([sys.executable, "-c", code], check=True)

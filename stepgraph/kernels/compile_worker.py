@@ -12,8 +12,6 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import triton  # noqa: F401  before the first request comes, as torch by the next line
-
 from stepgraph import compat
 
 #: Seconds after which a process that is asked for nothing ends.
@@ -33,6 +31,8 @@ class Request(NamedTuple):
 
 def main(connection: Connection) -> int:
     """Serves requests until the one who asks is gone; the exit status is 0 whatever became of single sources."""
+    import triton  # noqa: F401  before the first request comes; who starts this process may have none
+
     while connection.poll(_IDLE_S):
         try:
             request = connection.recv()
