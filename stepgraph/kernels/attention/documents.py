@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from stepgraph.kernels.operator import operator
+
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
@@ -141,7 +143,35 @@ def reference_backward(
     return tuple(grad.transpose(0, 1).to(x.dtype).contiguous() for x, grad in grads)
 
 
-@torch.library.custom_op("stepgraph::document_attention", mutates_args=())
+def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, key_offsets: Tensor | None = None) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    fits = q[0] == k[0] or key_offsets is not None
+    if not len(q) == len(k) == len(v) == 3 or k != v or not fits or q[2] != k[2] or q[1] % k[1]:
+        raise ValueError(
+            f"attend_documents got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}; allowed is (T, H, D) and "
+            "twice (T, H_kv, D) where H_kv divides H: flatten batch and sequence into T"
+        )
+    given = (offsets, *([] if key_offsets is None else [key_offsets]))
+    if any(one.ndim != 1 or one.dtype != torch.int32 or one.shape != offsets.shape for one in given):
+        offsets = given[-1]
+        raise ValueError(
+            f"attend_documents got offsets {tuple(offsets.shape)} of {offsets.dtype}; allowed is (N + 1,) of int32: "
+            "use offsets.to(torch.int32)"
+        )
+    dtypes = {x.dtype for x in (query, key, value)}
+    if len(dtypes) > 1 or not query.is_floating_point() or (query.is_cuda and query.dtype not in DTYPES):
+        raise ValueError(
+            f"attend_documents got {', '.join(sorted(map(str, dtypes)))}; allowed is one dtype for all, bfloat16 or "
+            "float16 on a GPU: cast them, or train in bf16"
+        )
+
+
+def _empty(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    T, H = query.shape[:2]
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
+
+
+@operator(_empty, check=lambda *given: _check(*given[:4], *given[8:9]))
 def document_attention(
     query: Tensor,
     key: Tensor,
@@ -158,7 +188,6 @@ def document_attention(
 
     ``left``: how many tokens before itself a token sees; -1: all of its document.
     """
-    _check(query, key, value, offsets, key_offsets)
     factor = _factor(query, scale)
     if not query.is_cuda:
         return reference(query, key, value, offsets, causal, left, factor, key_offsets)
@@ -170,7 +199,7 @@ def document_attention(
     return out, lse
 
 
-@torch.library.custom_op("stepgraph::document_attention_backward", mutates_args=())
+@operator(lambda _, *given: tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:3]))
 def document_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -202,20 +231,6 @@ def document_attention_backward(
     )  # fmt: skip
 
 
-@document_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, offsets, *rest[4:5])
-    T, H = query.shape[:2]
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
-
-
-document_attention_backward.register_fake(
-    lambda grad_out, query, key, value, *_: tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
-    )
-)
-
-
 def _setup_context(ctx, inputs, output) -> None:
     query, key, value, offsets, *ctx.options, key_offsets, ctx.key_longest = inputs
     ctx.save_for_backward(query, key, value, *output, offsets, key_offsets)
@@ -236,26 +251,3 @@ document_attention.register_autograd(_backward, setup_context=_setup_context)
 
 def _factor(query: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, key_offsets: Tensor | None = None) -> None:
-    q, k, v = query.shape, key.shape, value.shape
-    fits = q[0] == k[0] or key_offsets is not None
-    if not len(q) == len(k) == len(v) == 3 or k != v or not fits or q[2] != k[2] or q[1] % k[1]:
-        raise ValueError(
-            f"attend_documents got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}; allowed is (T, H, D) and "
-            "twice (T, H_kv, D) where H_kv divides H: flatten batch and sequence into T"
-        )
-    given = (offsets, *([] if key_offsets is None else [key_offsets]))
-    if any(one.ndim != 1 or one.dtype != torch.int32 or one.shape != offsets.shape for one in given):
-        offsets = given[-1]
-        raise ValueError(
-            f"attend_documents got offsets {tuple(offsets.shape)} of {offsets.dtype}; allowed is (N + 1,) of int32: "
-            "use offsets.to(torch.int32)"
-        )
-    dtypes = {x.dtype for x in (query, key, value)}
-    if len(dtypes) > 1 or not query.is_floating_point() or (query.is_cuda and query.dtype not in DTYPES):
-        raise ValueError(
-            f"attend_documents got {', '.join(sorted(map(str, dtypes)))}; allowed is one dtype for all, bfloat16 or "
-            "float16 on a GPU: cast them, or train in bf16"
-        )

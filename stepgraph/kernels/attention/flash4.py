@@ -18,6 +18,8 @@ from types import ModuleType
 
 import torch
 
+from stepgraph.kernels.operator import operator
+
 Tensor = torch.Tensor
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -115,7 +117,27 @@ def run_backward(
     return grads
 
 
-@torch.library.custom_op("stepgraph::flash4_attention", mutates_args=())
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
+    q, k, v = query.shape, key.shape, value.shape
+    fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3] and q[3] == k[3]
+    if not fits or q[1] % k[1] or (is_causal and q[2] != k[2]):
+        raise ValueError(
+            f"flash4_attention got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}{', causal' * is_causal}; "
+            "allowed is (B, H, T, D), (B, H_kv, S, D) and (B, H_kv, S, D_v) where H_kv divides H, and T = S if causal: "
+            "transpose them, or leave out is_causal"
+        )
+    dtypes = {x.dtype for x in (query, key, value)}
+    if len(dtypes) > 1 or (query.is_cuda and query.dtype not in _DTYPES) or not query.is_floating_point():
+        raise ValueError(
+            f"flash4_attention got {', '.join(sorted(map(str, dtypes)))}; allowed is one of bfloat16 and float16 for "
+            "all, on a CPU float32 and float64 too: cast them"
+        )
+
+
+@operator(
+    lambda query, _, value, *__: _results(query, value), launch=run_forward,
+    check=lambda query, key, value, _, is_causal: _check(query, key, value, is_causal),
+)  # fmt: skip
 def flash4_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -133,14 +155,13 @@ def flash4_attention(
 
     Raises ``ValueError`` for other shapes and dtypes, and on a GPU where the package is missing.
     """
-    _check(query, key, value, is_causal)
-    if not query.is_cuda:
-        return reference(query, key, value, scale, is_causal)
-    with torch.cuda.device(query.device):
-        return run_forward(query, key, value, scale, is_causal)
+    return reference(query, key, value, scale, is_causal)
 
 
-@torch.library.custom_op("stepgraph::flash4_attention_backward", mutates_args=())
+@operator(
+    lambda _, *inputs: tuple(map(torch.empty_like, inputs[:3])), launch=run_backward,
+    check=lambda _, query, key, value, *rest: _check(query, key, value, rest[-2]),
+)  # fmt: skip
 def flash4_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -165,22 +186,7 @@ def flash4_attention_backward(
 
     Raises ``ValueError`` as `flash4_attention`.
     """
-    _check(query, key, value, is_causal)
-    if not query.is_cuda:
-        return reference_backward(grad_out, query, key, value, out, logsumexp, scale, is_causal)
-    with torch.cuda.device(query.device):
-        return run_backward(grad_out, query, key, value, out, logsumexp, scale, is_causal, deterministic)
-
-
-@flash4_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
-    _check(query, key, value, is_causal)
-    return _results(query, value)
-
-
-flash4_attention_backward.register_fake(
-    lambda grad_out, query, key, value, *_: (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-)
+    return reference_backward(grad_out, query, key, value, out, logsumexp, scale, is_causal)
 
 
 def _found() -> ModuleType:
@@ -215,20 +221,3 @@ def _scores(q: Tensor, k: Tensor, scale: float | None, is_causal: bool) -> tuple
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values, once for each head of ``q``."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
-    q, k, v = query.shape, key.shape, value.shape
-    fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3] and q[3] == k[3]
-    if not fits or q[1] % k[1] or (is_causal and q[2] != k[2]):
-        raise ValueError(
-            f"flash4_attention got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}{', causal' * is_causal}; "
-            "allowed is (B, H, T, D), (B, H_kv, S, D) and (B, H_kv, S, D_v) where H_kv divides H, and T = S if causal: "
-            "transpose them, or leave out is_causal"
-        )
-    dtypes = {x.dtype for x in (query, key, value)}
-    if len(dtypes) > 1 or (query.is_cuda and query.dtype not in _DTYPES) or not query.is_floating_point():
-        raise ValueError(
-            f"flash4_attention got {', '.join(sorted(map(str, dtypes)))}; allowed is one of bfloat16 and float16 for "
-            "all, on a CPU float32 and float64 too: cast them"
-        )

@@ -8,7 +8,7 @@ operator sorts them, and each row is added up in a fixed order.
 
 import torch
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 
 
 def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
@@ -20,8 +20,9 @@ def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, paddi
     return total.index_add_(0, index[counts], rows[counts].to(wide)).to(grad.dtype)
 
 
-@torch.library.custom_op("stepgraph::embedding_backward", mutates_args=())
-@launching("embedding_backward")
+@operator(
+    lambda grad, indices, rows, _: grad.new_empty(rows, grad.shape[-1]), launch="embedding.gradient_triton:launch"
+)
 def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
     """The gradient of a table of ``num_weights`` rows, from the gradient of what was looked up.
 
@@ -36,12 +37,4 @@ def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: i
 
     Deterministic: sums are taken in a fixed order. The host does not wait for the GPU.
     """
-    if grad.is_cuda:
-        from stepgraph.kernels.embedding import gradient_triton
-
-        with torch.cuda.device(grad.device):
-            return gradient_triton.launch(grad, indices, num_weights, padding_idx)
     return reference(grad, indices, num_weights, padding_idx)
-
-
-embedding_backward.register_fake(lambda grad, indices, rows, _: grad.new_empty(rows, grad.shape[-1]))

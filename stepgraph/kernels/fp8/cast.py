@@ -11,10 +11,12 @@ A product reads both of its sides along the dimension that it sums over. The sid
 transposed copy: a product of the values of x over its rows reads the *columns* of x as rows.
 """
 
+from typing import Any
+
 import torch
 
-from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.fp8.formats import MOST, SMALLEST
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -58,8 +60,32 @@ def _nothing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(0, dtype=dtype)
 
 
-@torch.library.custom_op("stepgraph::cast_scaled", mutates_args=())
-@launching("cast_scaled")
+def check(x: Tensor, dtype: torch.dtype) -> None:
+    """Raises ``ValueError``, in one line, for what cannot be cast."""
+    if x.ndim != 2 or not x.is_floating_point() or dtype not in MOST:
+        raise ValueError(
+            f"a cast of {x.dtype} {tuple(x.shape)} to {dtype}; allowed is a floating-point matrix, to float8_e4m3fn or "
+            "float8_e5m2: reshape it, or choose one of the two"
+        )
+
+
+def _forms(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Tensors for the two copies."""
+    shapes = ((x.shape, rows), (x.shape[::-1], columns))
+    q, transposed = (x.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in shapes)
+    return q, transposed
+
+
+def _like_rows(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, transposed = _forms(x, *options)
+    row_scale, column_scale = (x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed))
+    return q, row_scale, transposed, column_scale
+
+
+@operator(
+    lambda x, amax, *options: (torch.empty_like(amax), *_forms(x, *options)),
+    launch="fp8.cast_triton:launch", check=lambda x, _, dtype, *__: check(x, dtype),
+)  # fmt: skip
 def cast_scaled(
     x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,22 +103,10 @@ def cast_scaled(
 
     Raises ``ValueError`` for another dtype.
     """
-    check(x, dtype)
-    if x.is_cuda:
-        from stepgraph.kernels.fp8 import cast_triton
-
-        return cast_triton.launch(x, amax, dtype, rows, columns)
     return reference(x, amax, dtype, rows, columns)
 
 
-@cast_scaled.register_fake
-def _(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    check(x, dtype)
-    return (torch.empty_like(amax), *_forms(x, dtype, rows, columns))
-
-
-@torch.library.custom_op("stepgraph::cast_scaled_rows", mutates_args=())
-@launching("cast_scaled_rows")
+@operator(_like_rows, launch="fp8.cast_triton:launch_rows", check=lambda x, dtype, *_: check(x, dtype))
 def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast a matrix to fp8 with a scale for each row, for each column, or both.
 
@@ -107,33 +121,4 @@ def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -
 
     Raises ``ValueError`` for another dtype.
     """
-    check(x, dtype)
-    if x.is_cuda:
-        from stepgraph.kernels.fp8 import cast_triton
-
-        return cast_triton.launch_rows(x, dtype, rows, columns)
     return rows_reference(x, dtype, rows, columns)
-
-
-@cast_scaled_rows.register_fake
-def _(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check(x, dtype)
-    q, transposed = _forms(x, dtype, rows, columns)
-    row_scale, column_scale = (x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed))
-    return q, row_scale, transposed, column_scale
-
-
-def _forms(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
-    """Tensors for the two copies."""
-    shapes = ((x.shape, rows), (x.shape[::-1], columns))
-    q, transposed = (x.new_empty(shape if wanted else (0,), dtype=dtype) for shape, wanted in shapes)
-    return q, transposed
-
-
-def check(x: Tensor, dtype: torch.dtype) -> None:
-    """Raises ``ValueError``, in one line, for what cannot be cast."""
-    if x.ndim != 2 or not x.is_floating_point() or dtype not in MOST:
-        raise ValueError(
-            f"a cast of {x.dtype} {tuple(x.shape)} to {dtype}; allowed is a floating-point matrix, to float8_e4m3fn or "
-            "float8_e5m2: reshape it, or choose one of the two"
-        )

@@ -165,13 +165,12 @@ def launch(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: boo
     """As `cast.cast_scaled`."""
     scale, bits = torch.empty_like(amax), amax.view(torch.int32)
     q, transposed = _copies(x, dtype, rows, columns)
-    with _on(x):
-        if _transposed_before(x):
-            for side, copy, wanted in ((x, q, rows), (x.t(), transposed, columns)):
-                if wanted:
-                    _cast(_contiguous(side), bits, None, copy, copy, scale, None, WHOLE=True, ROWS=True, COLUMNS=False)
-        else:
-            _cast(x, bits, None, q, transposed, scale, None, WHOLE=True, ROWS=rows, COLUMNS=columns)
+    if _transposed_before(x):
+        for side, copy, wanted in ((x, q, rows), (x.t(), transposed, columns)):
+            if wanted:
+                _cast(_contiguous(side), bits, None, copy, copy, scale, None, WHOLE=True, ROWS=True, COLUMNS=False)
+    else:
+        _cast(x, bits, None, q, transposed, scale, None, WHOLE=True, ROWS=rows, COLUMNS=columns)
     return scale, q, transposed
 
 
@@ -200,12 +199,11 @@ def launch_by_magnitudes(
     q, transposed = _copies(x, dtype, True, True)
     bits = [amax.view(torch.int32) for amax in (of_rows, of_columns)]
     scales = [torch.empty_like(amax) for amax in (of_rows, of_columns)]
-    with _on(x):
-        if _transposed_before(x):
-            for side, known, copy, scale in zip((x, x.t()), bits, (q, transposed), scales, strict=True):
-                _cast(_contiguous(side), known, None, copy, copy, scale, None, WHOLE=False, ROWS=True, COLUMNS=False)
-        else:
-            _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=True, COLUMNS=True)
+    if _transposed_before(x):
+        for side, known, copy, scale in zip((x, x.t()), bits, (q, transposed), scales, strict=True):
+            _cast(_contiguous(side), known, None, copy, copy, scale, None, WHOLE=False, ROWS=True, COLUMNS=False)
+    else:
+        _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=True, COLUMNS=True)
     return q, scales[0], transposed, scales[1]
 
 

@@ -12,9 +12,9 @@ themselves, which need not be read again at all.
 
 import torch
 
-from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.fp8 import cast
 from stepgraph.kernels.fp8.swiglu import check_alike
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -30,8 +30,20 @@ def _empty(like: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     return like.new_empty(like.shape), rows, across
 
 
-@torch.library.custom_op("stepgraph::swiglu_magnitudes", mutates_args=())
-@launching("swiglu_magnitudes")
+def _like_backward(dy: Tensor, gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, ...]:
+    (dgate, *of_gate), (dup, *of_up) = _empty(gate, columns), _empty(gate, columns)
+    return dgate, dup, *of_gate, *of_up
+
+
+def _like_casts(x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    q, transposed = (x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
+    return q, torch.empty_like(of_rows), transposed, torch.empty_like(of_columns)
+
+
+@operator(
+    lambda gate, _, columns: _empty(gate, columns), launch="fp8.swiglu_triton:launch_magnitudes",
+    check=lambda gate, up, _: check_alike("swiglu_magnitudes", gate, up),
+)  # fmt: skip
 def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``silu(gate) * up`` and its largest magnitudes.
 
@@ -45,23 +57,14 @@ def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, 
 
     Raises ``ValueError`` for other shapes and dtypes.
     """
-    check_alike("swiglu_magnitudes", gate=gate, up=up)
-    if gate.is_cuda:
-        from stepgraph.kernels.fp8 import swiglu_triton
-
-        return swiglu_triton.launch_magnitudes(gate, up, columns)
     y = (torch.nn.functional.silu(gate) * up).contiguous()
     return y, *_magnitudes(y, columns)
 
 
-@swiglu_magnitudes.register_fake
-def _(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    check_alike("swiglu_magnitudes", gate=gate, up=up)
-    return _empty(gate, columns)
-
-
-@torch.library.custom_op("stepgraph::swiglu_backward_magnitudes", mutates_args=())
-@launching("swiglu_backward_magnitudes")
+@operator(
+    _like_backward, launch="fp8.swiglu_triton:launch_backward_magnitudes",
+    check=lambda dy, gate, up, _: check_alike("swiglu_backward_magnitudes", gate, up, dy),
+)  # fmt: skip
 def swiglu_backward_magnitudes(
     dy: Tensor, gate: Tensor, up: Tensor, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -77,25 +80,12 @@ def swiglu_backward_magnitudes(
 
     Raises ``ValueError`` for other shapes and dtypes.
     """
-    check_alike("swiglu_backward_magnitudes", dy=dy, gate=gate, up=up)
-    if gate.is_cuda:
-        from stepgraph.kernels.fp8 import swiglu_triton
-
-        return swiglu_triton.launch_backward_magnitudes(dy, gate, up, columns)
     dgate = torch.ops.aten.silu_backward(dy * up, gate).contiguous()
     dup = (dy * torch.nn.functional.silu(gate)).contiguous()
     return dgate, dup, *_magnitudes(dgate, columns), *_magnitudes(dup, columns)
 
 
-@swiglu_backward_magnitudes.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, ...]:
-    check_alike("swiglu_backward_magnitudes", dy=dy, gate=gate, up=up)
-    (dgate, *of_gate), (dup, *of_up) = _empty(gate, columns), _empty(gate, columns)
-    return dgate, dup, *of_gate, *of_up
-
-
-@torch.library.custom_op("stepgraph::cast_by_magnitudes", mutates_args=())
-@launching("cast_by_magnitudes")
+@operator(_like_casts, launch="fp8.cast_triton:launch_by_magnitudes", check=lambda x, *rest: cast.check(x, rest[-1]))
 def cast_by_magnitudes(
     x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -111,20 +101,8 @@ def cast_by_magnitudes(
 
     Raises ``ValueError`` for another dtype.
     """
-    cast.check(x, dtype)
-    if x.is_cuda:
-        from stepgraph.kernels.fp8 import cast_triton
-
-        return cast_triton.launch_by_magnitudes(x, of_rows, of_columns, dtype)
     results = []
     for side, amax in ((x, of_rows), (x.t(), of_columns)):
         scale, factor = cast.scale_of(amax, dtype)
         results += [cast.rounded(side, factor.unsqueeze(1), dtype), scale]
     return tuple(results)
-
-
-@cast_by_magnitudes.register_fake
-def _(x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    cast.check(x, dtype)
-    q, transposed = (x.new_empty(shape, dtype=dtype) for shape in (x.shape, x.shape[::-1]))
-    return q, torch.empty_like(of_rows), transposed, torch.empty_like(of_columns)

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -20,39 +21,7 @@ def reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     return (y if bias is None else y + bias.float()).bfloat16()
 
 
-@torch.library.custom_op("stepgraph::scaled_product", mutates_args=())
-def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
-    """Multiply matrices in fp8.
-
-    Args:
-        a, b: (M, K) and (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the latter.
-        scale_a, scale_b: fp32 scalars, or (M,) and (N,) fp32.
-        bias: None, or (N,) bf16, added before the result is rounded.
-        fast: on a GPU, leave sums in the tensor cores' accumulators, whose numbers are shorter than fp32's.
-
-    Returns:
-        (M, N), contiguous, bf16.
-
-    Raises ``ValueError`` for other shapes, and on a GPU where K or N is no multiple of 16.
-    """
-    _check(a, b, scale_a, scale_b, bias)
-    if a.is_cuda:
-        return compat.scaled_mm(a, b, scale_a, scale_b, bias, fast)
-    return reference(a, b, scale_a, scale_b, bias)
-
-
-@scaled_product.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
-    _check(a, b, scale_a, scale_b, bias)
-    return a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
-
-
-register_flop_formula(torch.ops.stepgraph.scaled_product)(
-    lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[0]
-)
-
-
-def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None) -> None:
+def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, _: bool) -> None:
     fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
     scales = fits and (scale_a.shape, scale_b.shape) in (((), ()), (a.shape[:1], b.shape[:1]))
     if not scales or (bias is not None and bias.shape != b.shape[:1]):
@@ -67,3 +36,28 @@ def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor 
             f"scaled_product got a {tuple(a.shape)} and b {tuple(b.shape)}; allowed on a GPU are K and N that 16 "
             "divides: leave this product in bf16"
         )
+
+
+@operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16), check=_check)
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
+    """Multiply matrices in fp8.
+
+    Args:
+        a, b: (M, K) and (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the latter.
+        scale_a, scale_b: fp32 scalars, or (M,) and (N,) fp32.
+        bias: None, or (N,) bf16, added before the result is rounded.
+        fast: on a GPU, leave sums in the tensor cores' accumulators, whose numbers are shorter than fp32's.
+
+    Returns:
+        (M, N), contiguous, bf16.
+
+    Raises ``ValueError`` for other shapes, and on a GPU where K or N is no multiple of 16.
+    """
+    if a.is_cuda:
+        return compat.scaled_mm(a, b, scale_a, scale_b, bias, fast)
+    return reference(a, b, scale_a, scale_b, bias)
+
+
+register_flop_formula(torch.ops.stepgraph.scaled_product)(
+    lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[0]
+)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.fp8.cast import rows_reference
 from stepgraph.kernels.fp8.formats import MOST
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -38,8 +38,36 @@ def backward_reference(
     return *(t if keep else t.new_empty(0) for t in both), *casts[0], *casts[1]
 
 
-@torch.library.custom_op("stepgraph::swiglu_cast_rows", mutates_args=())
-@launching("swiglu_cast_rows")
+def empty_results(like: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
+    """Tensors for two results in the form of ``like``, then for their casts and scales in turn."""
+    columns = like.shape[-1]
+    rows = like.numel() // columns
+    kept = [like.new_empty(like.shape if keep else (0,)) for _ in range(2)]
+    casts = [(like.new_empty(rows, columns, dtype=dtype), like.new_empty(rows, dtype=torch.float32)) for _ in range(2)]
+    return *kept, *casts[0], *casts[1]
+
+
+def check_alike(name: str, gate: Tensor, up: Tensor, dy: Tensor | None = None) -> None:
+    """Raises ``ValueError``, in one line, for what are no floating-point tensors of one shape and dtype."""
+    tensors = {of: t for of, t in {"dy": dy, "gate": gate, "up": up}.items() if t is not None}
+    if len({(t.shape, t.dtype) for t in tensors.values()}) > 1 or not gate.is_floating_point() or not gate.ndim:
+        given = ", ".join(f"{of} {t.dtype} {tuple(t.shape)}" for of, t in tensors.items())
+        raise ValueError(
+            f"{name} got {given}; allowed are floating-point tensors of one shape and dtype: convert one of them"
+        )
+
+
+def _check(name: str, dtype: torch.dtype, *tensors: Tensor) -> None:
+    if dtype not in MOST:
+        raise ValueError(f"{name} got {dtype}; allowed are float8_e4m3fn and float8_e5m2: choose one of the two")
+    check_alike(name, *tensors)
+
+
+@operator(
+    lambda gate, _, *options: empty_results(gate, *options)[1:4],
+    launch="fp8.swiglu_triton:launch",
+    check=lambda gate, up, dtype, _: _check("swiglu_cast_rows", dtype, gate, up),
+)
 def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``silu(gate) * up``, cast to fp8 with a scale for each row.
 
@@ -54,23 +82,14 @@ def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -
 
     Raises ``ValueError`` for other shapes and dtypes.
     """
-    _check("swiglu_cast_rows", dtype, gate=gate, up=up)
-    if gate.is_cuda:
-        from stepgraph.kernels.fp8 import swiglu_triton
-
-        return swiglu_triton.launch(gate, up, dtype, keep)
     return reference(gate, up, dtype, keep)
 
 
-@swiglu_cast_rows.register_fake
-def _(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    _check("swiglu_cast_rows", dtype, gate=gate, up=up)
-    y, _, q, scale, _, _ = empty_results(gate, dtype, keep)
-    return y, q, scale
-
-
-@torch.library.custom_op("stepgraph::swiglu_backward_cast_rows", mutates_args=())
-@launching("swiglu_backward_cast_rows")
+@operator(
+    lambda dy, gate, _, *options: empty_results(gate, *options),
+    launch="fp8.swiglu_triton:launch_backward",
+    check=lambda dy, gate, up, dtype, _: _check("swiglu_backward_cast_rows", dtype, gate, up, dy),
+)
 def swiglu_backward_cast_rows(
     dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -87,44 +106,4 @@ def swiglu_backward_cast_rows(
 
     Raises ``ValueError`` for other shapes and dtypes.
     """
-    _check("swiglu_backward_cast_rows", dtype, dy=dy, gate=gate, up=up)
-    if gate.is_cuda:
-        from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
-
-        if gate.shape[-1] > cast_triton.LONGEST:  # no program holds a row
-            return backward_reference(dy, gate, up, dtype, keep, cast_triton.launch_rows)
-        results = empty_results(gate, dtype, keep)
-        swiglu_triton.launch_backward(dy, gate, up, results, keep)
-        return results
     return backward_reference(dy, gate, up, dtype, keep)
-
-
-@swiglu_backward_cast_rows.register_fake
-def _(dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
-    _check("swiglu_backward_cast_rows", dtype, dy=dy, gate=gate, up=up)
-    return empty_results(gate, dtype, keep)
-
-
-def empty_results(like: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
-    """Tensors for two results in the form of ``like``, then for their casts and scales in turn."""
-    columns = like.shape[-1]
-    rows = like.numel() // columns
-    kept = [like.new_empty(like.shape if keep else (0,)) for _ in range(2)]
-    casts = [(like.new_empty(rows, columns, dtype=dtype), like.new_empty(rows, dtype=torch.float32)) for _ in range(2)]
-    return *kept, *casts[0], *casts[1]
-
-
-def _check(name: str, dtype: torch.dtype, **tensors: Tensor) -> None:
-    if dtype not in MOST:
-        raise ValueError(f"{name} got {dtype}; allowed are float8_e4m3fn and float8_e5m2: choose one of the two")
-    check_alike(name, **tensors)
-
-
-def check_alike(name: str, **tensors: Tensor) -> None:
-    """Raises ``ValueError``, in one line, for ``tensors`` that are no floating-point ones of one shape and dtype."""
-    gate = tensors["gate"]
-    if len({(t.shape, t.dtype) for t in tensors.values()}) > 1 or not gate.is_floating_point() or not gate.ndim:
-        given = ", ".join(f"{of} {t.dtype} {tuple(t.shape)}" for of, t in tensors.items())
-        raise ValueError(
-            f"{name} got {given}; allowed are floating-point tensors of one shape and dtype: convert one of them"
-        )

@@ -8,6 +8,7 @@ from torch import Tensor
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _rounded, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST
+from stepgraph.kernels.fp8.swiglu import backward_reference, empty_results
 
 #: Where columns are compared: bytes of a column of a tile, columns of a tile, tiles that are on their way, warps, and
 #: rows of a program.
@@ -158,36 +159,36 @@ def launch(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Te
     q, scale = gate.new_empty(rows, columns, dtype=dtype), gate.new_empty(rows, dtype=torch.float32)
     gate, up = (_rows(t) for t in (gate, up))
     block, warps = cast_triton.row_configuration(columns)
-    with cast_triton._on(gate):
-        _swiglu_kernel[(rows,)](
-            gate, up, y if keep else None, q, scale, columns, gate.stride(0), up.stride(0),
-            MOST=MOST[dtype], BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+    _swiglu_kernel[(rows,)](
+        gate, up, y if keep else None, q, scale, columns, gate.stride(0), up.stride(0),
+        MOST=MOST[dtype], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
     return y, q, scale
 
 
-def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, results: tuple[Tensor, ...], keep: bool) -> None:
-    """As `swiglu.swiglu_backward_cast_rows`, into ``results``. Rows of up to `cast_triton.LONGEST`."""
-    dgate, dup, q_gate, scale_gate, q_up, scale_up = results
+def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, ...]:
+    """As `swiglu.swiglu_backward_cast_rows`."""
     columns = gate.shape[-1]
+    if columns > cast_triton.LONGEST:
+        return backward_reference(dy, gate, up, dtype, keep, cast_triton.launch_rows)
+    results = dgate, dup, q_gate, scale_gate, q_up, scale_up = empty_results(gate, dtype, keep)
     dy, gate, up = (_rows(t) for t in (dy, gate, up))
     block, warps = backward_configuration(columns, gate.element_size())
-    with cast_triton._on(gate):
-        _swiglu_backward_kernel[(len(q_gate),)](
-            dy, gate, up, *((dgate, dup) if keep else (None, None)), q_gate, q_up, scale_gate, scale_up,
-            columns, dy.stride(0), gate.stride(0), up.stride(0), MOST=MOST[q_up.dtype], BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+    _swiglu_backward_kernel[(len(q_gate),)](
+        dy, gate, up, *((dgate, dup) if keep else (None, None)), q_gate, q_up, scale_gate, scale_up,
+        columns, dy.stride(0), gate.stride(0), up.stride(0), MOST=MOST[q_up.dtype], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return results
 
 
 def launch_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `magnitudes.swiglu_magnitudes`."""
     y, (gate, up) = gate.new_empty(gate.shape), (_rows(t) for t in (gate, up))
     bits = _zeros(gate, columns)
-    with cast_triton._on(gate):
-        _magnitudes_kernel[_programs(gate)](
-            gate, up, y, *bits, *gate.shape, gate.stride(0), up.stride(0), CHUNK,
-            COLUMNS=columns, TALL=TALL_BYTES // gate.element_size(), WIDE=WIDE, STAGES=STAGES, num_warps=TILE_WARPS,
-        )  # fmt: skip
+    _magnitudes_kernel[_programs(gate)](
+        gate, up, y, *bits, *gate.shape, gate.stride(0), up.stride(0), CHUNK,
+        COLUMNS=columns, TALL=TALL_BYTES // gate.element_size(), WIDE=WIDE, STAGES=STAGES, num_warps=TILE_WARPS,
+    )  # fmt: skip
     return y, *(b.view(torch.float32) for b in bits)
 
 
@@ -196,11 +197,10 @@ def launch_backward_magnitudes(dy: Tensor, gate: Tensor, up: Tensor, columns: bo
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     dy, gate, up = (_rows(t) for t in (dy, gate, up))
     bits = *_zeros(gate, columns), *_zeros(gate, columns)
-    with cast_triton._on(gate):
-        _backward_magnitudes_kernel[_programs(gate)](
-            dy, gate, up, dgate, dup, *bits, *gate.shape, dy.stride(0), gate.stride(0), up.stride(0), CHUNK,
-            COLUMNS=columns, TALL=TALL_BYTES // gate.element_size(), WIDE=WIDE, STAGES=STAGES, num_warps=TILE_WARPS,
-        )  # fmt: skip
+    _backward_magnitudes_kernel[_programs(gate)](
+        dy, gate, up, dgate, dup, *bits, *gate.shape, dy.stride(0), gate.stride(0), up.stride(0), CHUNK,
+        COLUMNS=columns, TALL=TALL_BYTES // gate.element_size(), WIDE=WIDE, STAGES=STAGES, num_warps=TILE_WARPS,
+    )  # fmt: skip
     return dgate, dup, *(b.view(torch.float32) for b in bits)
 
 

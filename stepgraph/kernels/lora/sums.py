@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from stepgraph.kernels.operator import operator
+
 Tensor = torch.Tensor
 
 
@@ -22,7 +24,20 @@ def reference(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = No
     return (total if bias is None else total + bias.to(wide)).to(a[0].dtype)
 
 
-@torch.library.custom_op("stepgraph::sum_products", mutates_args=())
+def _check(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, _: float = 1.0) -> None:
+    pairs, (M, N) = list(zip(a, b, strict=False)), (a[0].shape[:1], b[0].shape[-1:]) if a and b else (None, None)
+    fits = len(a) == len(b) > 0 and all(x.ndim == y.ndim == 2 and x.shape[1] == y.shape[0] for x, y in pairs)
+    fits = fits and all(x.shape[:1] == M and y.shape[1:] == N for x, y in pairs)
+    tensors = [*a, *b, *([] if bias is None else [bias])]
+    if not fits or len({t.dtype for t in tensors}) > 1 or (bias is not None and bias.shape != b[0].shape[1:]):
+        given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+        raise ValueError(
+            f"sum_products got {len(a)} and {len(b)} matrices{' and a bias' * (bias is not None)}: {given}; allowed "
+            "are pairs (M, K) and (K, N) of one M, N and dtype, and a bias (N,): cast or split the sum"
+        )
+
+
+@operator(lambda a, b, *_: a[0].new_empty(a[0].shape[0], b[0].shape[1]), check=_check)
 def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Add up products of matrices.
 
@@ -37,7 +52,6 @@ def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None =
 
     Raises ``ValueError`` for other shapes and dtypes.
     """
-    _check(a, b, bias)
     out = a[0].new_empty(a[0].shape[0], b[0].shape[1])
     if bias is None:
         torch.addmm(out, a[0], b[0], beta=0, alpha=scale, out=out)
@@ -48,28 +62,9 @@ def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None =
     return out
 
 
-@sum_products.register_fake
-def _(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    _check(a, b, bias)
-    return a[0].new_empty(a[0].shape[0], b[0].shape[1])
-
-
 register_flop_formula(torch.ops.stepgraph.sum_products)(
     lambda a_shapes, b_shapes, *_, **__: sum(2 * a[0] * a[1] * b[1] for a, b in zip(a_shapes, b_shapes, strict=True))
 )
-
-
-def _check(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None) -> None:
-    pairs, (M, N) = list(zip(a, b, strict=False)), (a[0].shape[:1], b[0].shape[-1:]) if a and b else (None, None)
-    fits = len(a) == len(b) > 0 and all(x.ndim == y.ndim == 2 and x.shape[1] == y.shape[0] for x, y in pairs)
-    fits = fits and all(x.shape[:1] == M and y.shape[1:] == N for x, y in pairs)
-    tensors = [*a, *b, *([] if bias is None else [bias])]
-    if not fits or len({t.dtype for t in tensors}) > 1 or (bias is not None and bias.shape != b[0].shape[1:]):
-        given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-        raise ValueError(
-            f"sum_products got {len(a)} and {len(b)} matrices{' and a bias' * (bias is not None)}: {given}; allowed "
-            "are pairs (M, K) and (K, N) of one M, N and dtype, and a bias (N,): cast or split the sum"
-        )
 
 
 def _setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:

@@ -10,7 +10,7 @@ kernels make three, and no second tensor of its size.
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 
 
 def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int) -> tuple[Tensor, Tensor]:
@@ -27,8 +27,10 @@ def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore:
     return loss, torch.where(counts.unsqueeze(1), slopes * scale, 0.0).to(logits.dtype)
 
 
-@torch.library.custom_op("stepgraph::cross_entropy_", mutates_args={"logits"})
-@launching("cross_entropy_")
+@operator(
+    lambda logits, *_: logits.new_empty((), dtype=torch.float32),
+    launch="loss.cross_entropy_triton:launch", writes={"logits"},
+)  # fmt: skip
 def cross_entropy_(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int) -> Tensor:
     """The cross entropy of ``logits``, which are overwritten with their gradient.
 
@@ -43,13 +45,6 @@ def cross_entropy_(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ig
 
     Deterministic: sums are taken in a fixed order.
     """
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import cross_entropy_triton
-
-        return cross_entropy_triton.launch(logits, targets, grad, mean, ignore)
     loss, slopes = reference(logits, targets, grad, mean, ignore)
     logits.copy_(slopes)
     return loss.float()
-
-
-cross_entropy_.register_fake(lambda logits, *_: logits.new_empty((), dtype=torch.float32))

@@ -10,7 +10,7 @@ tensor of its size, instead of a maximum, a sum and a gradient that each cast it
 
 import torch
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 
 
 def parts_reference(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,8 +31,12 @@ def gradient_reference(
     return slopes.masked_fill((slope == 0).unsqueeze(1), 0.0).to(logits.dtype)
 
 
-@torch.library.custom_op("stepgraph::softmax_parts", mutates_args=())
-@launching("softmax_parts")
+def _of_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = logits.shape[:1]
+    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.float32)
+
+
+@operator(_of_rows, launch="loss.split_triton:launch_parts")
 def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Maximum and sum of exponentials of each row, in one pass.
 
@@ -44,22 +48,11 @@ def softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Deterministic: sums are taken in a fixed order.
     """
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import split_triton
-
-        return split_triton.launch_parts(logits)
     highest, total = parts_reference(logits)
     return highest.float(), total.float()
 
 
-@softmax_parts.register_fake
-def _(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = logits.shape[:1]
-    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.float32)
-
-
-@torch.library.custom_op("stepgraph::split_gradient_", mutates_args={"logits"})
-@launching("split_gradient_")
+@operator(lambda *_: None, launch="loss.split_triton:launch_gradient", writes={"logits"})
 def split_gradient_(logits: torch.Tensor, log_sum: torch.Tensor, column: torch.Tensor, slope: torch.Tensor) -> None:
     """Write the gradient of the cross entropy over the logits.
 
@@ -70,12 +63,4 @@ def split_gradient_(logits: torch.Tensor, log_sum: torch.Tensor, column: torch.T
         column: (M,) int64, the target's column here; outside [0, V) where another rank has it.
         slope: (M,) fp32, the gradient of the row's loss. Rows where it is 0 become zeros, whatever they hold.
     """
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import split_triton
-
-        split_triton.launch_gradient(logits, log_sum, column, slope)
-    else:
-        logits.copy_(gradient_reference(logits, log_sum, column, slope))
-
-
-split_gradient_.register_fake(lambda *_: None)
+    logits.copy_(gradient_reference(logits, log_sum, column, slope))

@@ -17,7 +17,7 @@ pair), so the forward keeps a few numbers per row, and the backward overwrites l
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 
 
 def stats_reference(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,8 +76,16 @@ def _expected(p: Tensor, x: Tensor) -> Tensor:
     return _product(p, x).sum(1)
 
 
-@torch.library.custom_op("stepgraph::token_stats", mutates_args=())
-@launching("token_stats")
+def _narrow(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(value.float() for value in found)
+
+
+def _three_of_rows(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
+    return a, b, c
+
+
+@operator(_three_of_rows, launch="loss.tokens_triton:launch_stats")
 def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the label and entropy of each row, in one pass.
 
@@ -91,15 +99,10 @@ def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tu
 
     Deterministic: sums are taken in a fixed order.
     """
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import tokens_triton
-
-        return tokens_triton.launch_stats(logits, labels, scale, ignore)
     return _narrow(stats_reference(logits, labels, scale, ignore))
 
 
-@torch.library.custom_op("stepgraph::token_gradient_", mutates_args={"logits"})
-@launching("token_gradient_")
+@operator(lambda *_: None, launch="loss.tokens_triton:launch_gradient", writes={"logits"})
 def token_gradient_(
     logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor,
     entropy_slope: Tensor, scale: float, ignore: int
@@ -112,17 +115,10 @@ def token_gradient_(
 
     Computed in fp32 and rounded once.
     """
-    arguments = logits, labels, log_sum, entropy, slope, entropy_slope, scale, ignore
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import tokens_triton
-
-        tokens_triton.launch_gradient(*arguments)
-    else:
-        logits.copy_(gradient_reference(*arguments))
+    logits.copy_(gradient_reference(logits, labels, log_sum, entropy, slope, entropy_slope, scale, ignore))
 
 
-@torch.library.custom_op("stepgraph::token_kl_stats", mutates_args=())
-@launching("token_kl_stats")
+@operator(_three_of_rows, launch="loss.tokens_triton:launch_kl")
 def token_kl_stats(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p || q) of each row, p by ``logits`` and q by ``other``, in one pass.
 
@@ -136,15 +132,10 @@ def token_kl_stats(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor,
 
     Deterministic: sums are taken in a fixed order.
     """
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import tokens_triton
-
-        return tokens_triton.launch_kl(logits, other, scale)
     return _narrow(kl_reference(logits, other, scale))
 
 
-@torch.library.custom_op("stepgraph::token_kl_gradient_", mutates_args={"logits"})
-@launching("token_kl_gradient_")
+@operator(lambda *_: None, launch="loss.tokens_triton:launch_kl_gradient", writes={"logits"})
 def token_kl_gradient_(
     logits: Tensor, other: Tensor, log_sum: Tensor, other_log_sum: Tensor, kl: Tensor,
     slope: Tensor, scale: float, of_p: bool
@@ -158,25 +149,4 @@ def token_kl_gradient_(
 
     Computed in fp32 and rounded once.
     """
-    arguments = logits, other, log_sum, other_log_sum, kl, slope, scale, of_p
-    if logits.is_cuda:
-        from stepgraph.kernels.loss import tokens_triton
-
-        tokens_triton.launch_kl_gradient(*arguments)
-    else:
-        logits.copy_(kl_gradient_reference(*arguments))
-
-
-def _narrow(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(value.float() for value in found)
-
-
-def _three_of_rows(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, c = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
-    return a, b, c
-
-
-token_stats.register_fake(_three_of_rows)
-token_kl_stats.register_fake(_three_of_rows)
-token_gradient_.register_fake(lambda *_: None)
-token_kl_gradient_.register_fake(lambda *_: None)
+    logits.copy_(kl_gradient_reference(logits, other, log_sum, other_log_sum, kl, slope, scale, of_p))

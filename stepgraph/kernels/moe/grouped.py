@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stepgraph.errors import unknown_name
 from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.moe import quack
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -50,7 +51,46 @@ def weight_reference(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("stepgraph::grouped_mm", mutates_args=())
+def _check(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", _: bool = True) -> None:
+    _check_backend(backend)
+    right = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[1] and rows.dtype == weight.dtype
+    if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.shape == weight.shape[:1]):
+        raise ValueError(
+            f"grouped_mm got rows {_form(rows)}, weight {_form(weight)}, offsets {_form(offsets)}; allowed is rows "
+            "(R, D), weight (E, D, F) of the same floating dtype, offsets int32 (E,): transpose or cast what differs"
+        )
+    _check_widths(rows, *weight.shape[1:])
+
+
+def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> None:
+    _check_backend(backend)
+    right = rows.ndim == dy.ndim == 2 and rows.shape[0] == dy.shape[0] and rows.dtype == dy.dtype
+    if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.ndim == 1):
+        raise ValueError(
+            f"grouped_mm_weight got rows {_form(rows)}, dy {_form(dy)}, offsets {_form(offsets)}; allowed is rows "
+            "(R, D), dy (R, F) of the same floating dtype, offsets int32 (E,): pass what grouped_mm got"
+        )
+    _check_widths(rows, rows.shape[1], dy.shape[1])
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise unknown_name("backend of grouped products", backend, BACKENDS)
+
+
+def _check_widths(rows: Tensor, inner: int, outer: int) -> None:
+    if on_device(rows) and (inner % 8 or outer % 8):
+        raise ValueError(
+            f"grouped_mm got matrices of {inner} x {outer} in bf16 on a GPU; allowed are multiples of 8 (16 bytes): "
+            "pad the experts' widths"
+        )
+
+
+def _form(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+@operator(lambda rows, weight, *_: rows.new_empty(rows.shape[0], weight.shape[2]), check=_check)
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
     """Multiply the rows of each expert with its matrix.
 
@@ -68,7 +108,6 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "to
     GPU of compute capability 9 or 10 D and F must be multiples of 8, and the host does not wait for the GPU; elsewhere
     it waits for the offsets, and the reference is what runs.
     """
-    _check(rows, weight, offsets, backend)
     if not rows.numel() or not weight.numel():
         return rows.new_zeros(rows.shape[0], weight.shape[2])
     if not on_device(rows):
@@ -96,7 +135,9 @@ def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch
     return _zero_past(rows.new_empty(rows.shape[0], weight.shape[2]), offsets)
 
 
-@torch.library.custom_op("stepgraph::grouped_mm_weight", mutates_args=())
+@operator(
+    lambda rows, dy, offsets, *_: rows.new_empty(offsets.shape[0], rows.shape[1], dy.shape[1]), check=_check_weight
+)
 def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
     """The gradient of the matrices of `grouped_mm`.
 
@@ -111,7 +152,6 @@ def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = 
 
     Raises ``ValueError`` as `grouped_mm`.
     """
-    _check_weight(rows, dy, offsets, backend)
     if not rows.numel() or not dy.numel():
         return rows.new_zeros(offsets.shape[0], rows.shape[1], dy.shape[1])
     if not on_device(rows):
@@ -120,18 +160,6 @@ def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = 
         with torch.cuda.device(rows.device):
             return quack.weight_product(_dense(rows).contiguous(), _dense(dy).contiguous(), offsets)
     return F.grouped_mm(_dense(rows).t(), _dense(dy), offs=offsets).contiguous()
-
-
-@grouped_mm.register_fake
-def _(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
-    _check(rows, weight, offsets, backend)
-    return rows.new_empty(rows.shape[0], weight.shape[2])
-
-
-@grouped_mm_weight.register_fake
-def _(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
-    _check_weight(rows, dy, offsets, backend)
-    return rows.new_empty(offsets.shape[0], rows.shape[1], dy.shape[1])
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -186,45 +214,3 @@ register_flop_formula(torch.ops.stepgraph.grouped_mm)(
 register_flop_formula(torch.ops.stepgraph.grouped_mm_weight)(
     lambda rows_shape, dy_shape, *_, **__: 2 * rows_shape[0] * rows_shape[1] * dy_shape[1]
 )
-
-
-# Checks
-
-
-def _check(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str) -> None:
-    _check_backend(backend)
-    right = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[1] and rows.dtype == weight.dtype
-    if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.shape == weight.shape[:1]):
-        raise ValueError(
-            f"grouped_mm got rows {_form(rows)}, weight {_form(weight)}, offsets {_form(offsets)}; allowed is rows "
-            "(R, D), weight (E, D, F) of the same floating dtype, offsets int32 (E,): transpose or cast what differs"
-        )
-    _check_widths(rows, *weight.shape[1:])
-
-
-def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str) -> None:
-    _check_backend(backend)
-    right = rows.ndim == dy.ndim == 2 and rows.shape[0] == dy.shape[0] and rows.dtype == dy.dtype
-    if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.ndim == 1):
-        raise ValueError(
-            f"grouped_mm_weight got rows {_form(rows)}, dy {_form(dy)}, offsets {_form(offsets)}; allowed is rows "
-            "(R, D), dy (R, F) of the same floating dtype, offsets int32 (E,): pass what grouped_mm got"
-        )
-    _check_widths(rows, rows.shape[1], dy.shape[1])
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise unknown_name("backend of grouped products", backend, BACKENDS)
-
-
-def _check_widths(rows: Tensor, inner: int, outer: int) -> None:
-    if on_device(rows) and (inner % 8 or outer % 8):
-        raise ValueError(
-            f"grouped_mm got matrices of {inner} x {outer} in bf16 on a GPU; allowed are multiples of 8 (16 bytes): "
-            "pad the experts' widths"
-        )
-
-
-def _form(x: Tensor) -> str:
-    return f"{x.dtype} {tuple(x.shape)}"

@@ -7,7 +7,7 @@ A stable counting sort: slots of one expert keep their order, so that the same r
 
 import torch
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 
 
 def reference(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -22,8 +22,21 @@ def reference(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch
     return order.int(), places.int().view(chosen.shape), counts.int()
 
 
-@torch.library.custom_op("stepgraph::sort_by_expert", mutates_args=())
-@launching("sort_by_expert")
+def _check(chosen: torch.Tensor, n_experts: int) -> None:
+    if chosen.ndim != 2 or chosen.dtype not in (torch.int64, torch.int32) or n_experts < 1:
+        raise ValueError(
+            f"sort_by_expert got chosen of {chosen.dtype} {tuple(chosen.shape)} and {n_experts} experts; allowed is "
+            "(N, K) of int64 or int32, and one expert or more: pass the indices that topk gives"
+        )
+
+
+def _empty(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    order = chosen.new_empty(chosen.numel(), dtype=torch.int32)
+    places = chosen.new_empty(chosen.shape, dtype=torch.int32)
+    return order, places, chosen.new_empty(n_experts, dtype=torch.int32)
+
+
+@operator(_empty, launch="moe.route_triton:launch", takes=lambda x: x.is_cuda and x.numel(), check=_check)
 def sort_by_expert(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sort the slots of all tokens by expert.
 
@@ -40,26 +53,4 @@ def sort_by_expert(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, 
 
     Deterministic and stable. The host does not wait for the GPU. No gradient.
     """
-    _check(chosen, n_experts)
-    if chosen.is_cuda and chosen.numel():
-        from stepgraph.kernels.moe import route_triton
-
-        with torch.cuda.device(chosen.device):
-            return route_triton.launch(chosen, n_experts)
     return reference(chosen, n_experts)
-
-
-@sort_by_expert.register_fake
-def _(chosen: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check(chosen, n_experts)
-    order = chosen.new_empty(chosen.numel(), dtype=torch.int32)
-    places = chosen.new_empty(chosen.shape, dtype=torch.int32)
-    return order, places, chosen.new_empty(n_experts, dtype=torch.int32)
-
-
-def _check(chosen: torch.Tensor, n_experts: int) -> None:
-    if chosen.ndim != 2 or chosen.dtype not in (torch.int64, torch.int32) or n_experts < 1:
-        raise ValueError(
-            f"sort_by_expert got chosen of {chosen.dtype} {tuple(chosen.shape)} and {n_experts} experts; allowed is "
-            "(N, K) of int64 or int32, and one expert or more: pass the indices that topk gives"
-        )

@@ -7,11 +7,12 @@ With all weights one each is the other's gradient. No atomic additions: a token 
 its slots. A slot without a place (-1) has no row, and a row that is no slot's place is zero.
 """
 
+import functools
 from typing import Any
 
 import torch
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -59,70 +60,63 @@ def _at(rows: Tensor, places: Tensor) -> Tensor:
 # Operators. ``order`` says which rows no slot uses; without it rows are zeroed first.
 
 
-def _on_gpu(x: Tensor) -> Any:
-    """The kernels where ``x`` lives; None on a CPU."""
-    if not x.is_cuda:
-        return None
-    from stepgraph.kernels.moe import rows_triton
-
-    return rows_triton
-
-
-@torch.library.custom_op("stepgraph::gather_rows", mutates_args=())
-@launching("gather_rows")
-def _gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tensor:
-    _check("gather_rows", x, places, order, n_rows)
-    kernels = _on_gpu(x)
-    if kernels is None:
-        return gather_reference(x, places, n_rows)
-    with torch.cuda.device(x.device):
-        return kernels.gather(x, places, order, n_rows)
-
-
-@torch.library.custom_op("stepgraph::combine_rows", mutates_args=())
-@launching("combine_rows")
-def _combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None) -> Tensor:
-    _check("combine_rows", rows, places, order, rows.shape[0], weights)
-    kernels = _on_gpu(rows)
-    if kernels is None:
-        return combine_reference(rows, places, weights)
-    with torch.cuda.device(rows.device):
-        return kernels.combine(rows, places, weights)
+def _check(
+    name: str, x: Tensor, places: Tensor, order: Tensor | None, n_rows: int, weights: Tensor | None = None
+) -> None:
+    tokens = x.shape[0] if name == "gather_rows" else places.shape[0]
+    right = (
+        x.ndim == places.ndim == 2
+        and (x.is_floating_point() or (name == "gather_rows" and x.dtype == torch.uint8))
+        and places.dtype == torch.int32
+        and places.shape[0] == tokens
+        and (order is None or (order.dtype == torch.int32 and order.shape == (n_rows,)))
+        and (weights is None or (weights.is_floating_point() and weights.shape == places.shape))
+    )
+    if right:
+        return
+    given = {"order": order, "places": places, "weights": weights}
+    texts = [f"{x.dtype} {tuple(x.shape)}"]
+    texts += [f"{key} {t.dtype} {tuple(t.shape)}" for key, t in given.items() if t is not None]
+    raise ValueError(
+        f"{name} got {', '.join(texts)}; allowed is a matrix of a floating dtype (gather_rows: or uint8), places int32 "
+        "(tokens, slots), order int32 (rows,), weights like places: pass what sort_by_expert gives"
+    )
 
 
-@torch.library.custom_op("stepgraph::combine_rows_backward", mutates_args=())
-@launching("combine_rows_backward")
-def _combine_backward(
-    dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _check_backward(dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor | None) -> None:
     _check("combine_rows_backward", rows, places, order, rows.shape[0], weights)
     if dy.shape != (places.shape[0], rows.shape[1]) or dy.dtype != rows.dtype:
         raise ValueError(
             f"combine_rows_backward got a gradient of {dy.dtype} {tuple(dy.shape)}; allowed is {rows.dtype} "
             f"{(places.shape[0], rows.shape[1])}: pass the gradient of what combine_rows gave"
         )
-    kernels = _on_gpu(rows)
-    if kernels is None:
-        return combine_backward_reference(dy, rows, places, weights)
-    with torch.cuda.device(rows.device):
-        return kernels.combine_backward(dy, rows, places, weights, order)
 
 
-@_gather.register_fake
-def _(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tensor:
-    _check("gather_rows", x, places, order, n_rows)
-    return x.new_empty(n_rows, x.shape[1])
+@operator(
+    lambda x, _, __, n_rows: x.new_empty(n_rows, x.shape[1]),
+    launch="moe.rows_triton:gather", check=functools.partial(_check, "gather_rows"), name="gather_rows",
+)  # fmt: skip
+def _gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tensor:
+    return gather_reference(x, places, n_rows)
 
 
-@_combine.register_fake
-def _(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None) -> Tensor:
-    _check("combine_rows", rows, places, order, rows.shape[0], weights)
-    return rows.new_empty(places.shape[0], rows.shape[1])
+@operator(
+    lambda rows, places, *_: rows.new_empty(places.shape[0], rows.shape[1]),
+    launch="moe.rows_triton:combine", name="combine_rows",
+    check=lambda rows, places, weights, order: _check("combine_rows", rows, places, order, rows.shape[0], weights),
+)  # fmt: skip
+def _combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None) -> Tensor:
+    return combine_reference(rows, places, weights)
 
 
-_combine_backward.register_fake(
-    lambda dy, rows, places, weights, order: (rows.new_empty(rows.shape), weights.new_empty(weights.shape))
-)
+@operator(
+    lambda dy, rows, places, weights, _: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    launch="moe.rows_triton:combine_backward", check=_check_backward, name="combine_rows_backward",
+)  # fmt: skip
+def _combine_backward(
+    dy: Tensor, rows: Tensor, places: Tensor, weights: Tensor, order: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return combine_backward_reference(dy, rows, places, weights)
 
 
 # Gradients
@@ -194,26 +188,3 @@ def combine_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None, or
     Raises ``ValueError`` for other shapes or dtypes. Deterministic.
     """
     return _combine(rows, places, weights, order)
-
-
-def _check(
-    name: str, x: Tensor, places: Tensor, order: Tensor | None, n_rows: int, weights: Tensor | None = None
-) -> None:
-    tokens = x.shape[0] if name == "gather_rows" else places.shape[0]
-    right = (
-        x.ndim == places.ndim == 2
-        and (x.is_floating_point() or (name == "gather_rows" and x.dtype == torch.uint8))
-        and places.dtype == torch.int32
-        and places.shape[0] == tokens
-        and (order is None or (order.dtype == torch.int32 and order.shape == (n_rows,)))
-        and (weights is None or (weights.is_floating_point() and weights.shape == places.shape))
-    )
-    if right:
-        return
-    given = {"order": order, "places": places, "weights": weights}
-    texts = [f"{x.dtype} {tuple(x.shape)}"]
-    texts += [f"{key} {t.dtype} {tuple(t.shape)}" for key, t in given.items() if t is not None]
-    raise ValueError(
-        f"{name} got {', '.join(texts)}; allowed is a matrix of a floating dtype (gather_rows: or uint8), places int32 "
-        "(tokens, slots), order int32 (rows,), weights like places: pass what sort_by_expert gives"
-    )

@@ -128,7 +128,7 @@ def gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tens
     return rows
 
 
-def combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+def combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor | None = None) -> Tensor:
     """As `rows.combine_rows`."""
     rows = _in_rows(rows)
     (N, K), D = places.shape, rows.shape[1]

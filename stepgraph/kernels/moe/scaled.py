@@ -22,6 +22,7 @@ from stepgraph.kernels.fp8.cast import check, rounded, rows_reference, scale_of
 from stepgraph.kernels.fp8.formats import MULTIPLE, padded_rows
 from stepgraph.kernels.moe.grouped import _zero_past
 from stepgraph.kernels.moe.packed import E4M3, TAIL, new_packed, pack, unpack
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
@@ -72,34 +73,6 @@ def cast_reference(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tens
     return q, scale
 
 
-@torch.library.custom_op("stepgraph::cast_packed_rows", mutates_args=())
-@launching("cast_packed_rows")
-def cast_packed_rows(x: Tensor) -> Tensor:
-    """Cast each row to float8_e4m3fn with a scale of its own.
-
-    Args:
-        x: (R, C), bf16, fp16 or fp32, in any strides; 16 divides C.
-
-    Returns:
-        (R, C + TAIL) uint8, contiguous: a row's C values in float8_e4m3fn and its scale in fp32, as `unpack` finds
-        them, of the bits of `cast_scaled_rows`; after the scale there may be anything.
-
-    Raises ``ValueError`` for other shapes and dtypes.
-    """
-    _check_packed(x)
-    if not x.is_cuda or not x.numel():
-        return pack(*rows_reference(x, E4M3, True, False)[:2]) if x.numel() else new_packed(x, x.shape[1])
-    from stepgraph.kernels.moe import scaled_triton
-
-    return scaled_triton.launch_packed(x)
-
-
-@cast_packed_rows.register_fake
-def _(x: Tensor) -> Tensor:
-    _check_packed(x)
-    return new_packed(x, x.shape[1])
-
-
 def _check_packed(x: Tensor) -> None:
     check(x, E4M3)
     if x.shape[1] % MULTIPLE:
@@ -109,123 +82,11 @@ def _check_packed(x: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("stepgraph::grouped_scaled_mm", mutates_args=())
-def grouped_scaled_mm(
-    rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
-) -> Tensor:
-    """Multiply the rows of each expert with its matrix, both in fp8.
-
-    Args:
-        rows: (R, D + TAIL) uint8, sorted by expert, contiguous, as `cast_packed_rows` gives them.
-        weight: (E, F, D), contiguous, in float8_e4m3fn; ``weight_scale``: (E, F) fp32.
-        offsets: (E,) int32, the end of each expert's rows.
-        zero_rest: False leaves rows past ``offsets[-1]`` as they are in memory.
-
-    Returns:
-        (R, F), contiguous, bf16; rows past ``offsets[-1]`` are zero.
-
-    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where 16 does not divide F.
-    """
-    _check(rows, weight, weight_scale, offsets)
-    if not rows.shape[0]:
-        return _product(rows, weight)
-    if not rows.is_cuda:
-        return reference(rows, weight, weight_scale, offsets)
-    values, row_scale = unpack(rows)
-    out = compat.scaled_grouped_mm(values, weight.mT, row_scale.contiguous(), weight_scale, offsets).contiguous()
-    return _zero_past(out, offsets) if zero_rest else out
-
-
-@launching("grouped_scaled_mm")
-def _launch(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    """What `grouped_scaled_mm` launches in addition to the product, which needs addresses."""
-    out = _product(rows, weight)
-    return _zero_past(out, offsets) if zero_rest and rows.shape[0] else out
-
-
-@grouped_scaled_mm.register_fake
-def _(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    _check(rows, weight, weight_scale, offsets)
-    return _product(rows, weight)
-
-
-def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("stepgraph::grouped_scaled_mm_weight", mutates_args=())
-def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the two transposed copies, expert by expert.
-
-    Args:
-        a, b: (M, R') and (N, R'), contiguous, in float8_e4m3fn, as `cast_scaled_groups` gives them.
-        scale_a, scale_b: (E, M) and (E, N) fp32.
-        ends: (E,) int32, where each expert's part ends, multiples of 16.
-
-    Returns:
-        (E, M, N), contiguous, bf16; zeros for an expert without rows.
-
-    Raises ``ValueError`` for other shapes and dtypes.
-    """
-    _check_weight(a, b, scale_a, scale_b, ends)
-    if not a.is_cuda:
-        return weight_reference(a, b, scale_a, scale_b, ends)
-    return compat.scaled_grouped_mm(a, b.t(), scale_a.view(-1), scale_b.view(-1), ends).contiguous()
-
-
-@grouped_scaled_mm_weight.register_fake
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
-    _check_weight(a, b, scale_a, scale_b, ends)
-    return a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=torch.bfloat16)
-
-
-@torch.library.custom_op("stepgraph::cast_scaled_groups", mutates_args=())
-@launching("cast_scaled_groups")
-def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast the rows of experts into a transposed copy, with a scale for each expert and column.
-
-    Args:
-        x: (R, C), not empty, sorted by expert; bf16, fp16 or fp32, in any strides; or (R, C + TAIL) uint8, packed, of
-            which the values times their row's scale are cast.
-        offsets: (E,) int32, the end of each expert's rows.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-
-    Returns:
-        (C, R') in ``dtype``, R' as `padded_rows` says; (E, C) fp32, the scales; (E,) int32, where each expert's part
-        ends. Past the last end there may be anything.
-
-    Raises ``ValueError`` for another dtype.
-    """
-    _check_groups(x, dtype)
-    if x.is_cuda:
-        from stepgraph.kernels.moe import scaled_triton
-
-        return (*scaled_triton.launch(x, offsets, dtype), padded_ends(offsets))
-    return (*cast_reference(x, offsets, dtype), padded_ends(offsets))
-
-
-@cast_scaled_groups.register_fake
-def _(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    _check_groups(x, dtype)
-    (R, C), experts = x.shape, len(offsets)
-    C -= TAIL if x.dtype == torch.uint8 else 0
-    q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
-    return q, x.new_empty(experts, C, dtype=torch.float32), torch.empty_like(offsets)
-
-
-register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)(
-    lambda rows_shape, weight_shape, *_, **__: 2 * rows_shape[0] * weight_shape[2] * weight_shape[1]
-)
-register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)(
-    lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[0]
-)
-
-
-def _check_groups(x: Tensor, dtype: torch.dtype) -> None:
+def _check_groups(x: Tensor, _: Tensor, dtype: torch.dtype) -> None:
     check(unpack(x)[0] if x.dtype == torch.uint8 and x.ndim == 2 and x.shape[1] > TAIL else x, dtype)
 
 
-def _check(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor) -> None:
+def _check(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> None:
     fits = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[2] + TAIL
     fits = fits and weight_scale.shape == weight.shape[:2] and offsets.shape == weight.shape[:1]
     if not (fits and (rows.dtype, weight.dtype, offsets.dtype) == (torch.uint8, E4M3, torch.int32)):
@@ -251,3 +112,115 @@ def _check_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: 
             f"{tuple(scale_a.shape)} and {tuple(scale_b.shape)}, ends {ends.dtype} {tuple(ends.shape)}; allowed is "
             "what cast_scaled_groups gives of two matrices in float8_e4m3fn and the same offsets: cast both by it"
         )
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
+
+
+def _new_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    (R, C), experts = x.shape, len(offsets)
+    C -= TAIL if x.dtype == torch.uint8 else 0
+    q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
+    return q, x.new_empty(experts, C, dtype=torch.float32), torch.empty_like(offsets)
+
+
+@operator(
+    lambda x: new_packed(x, x.shape[1]), launch="moe.scaled_triton:launch_packed",
+    takes=lambda x: x.is_cuda and x.numel(), check=_check_packed,
+)  # fmt: skip
+def cast_packed_rows(x: Tensor) -> Tensor:
+    """Cast each row to float8_e4m3fn with a scale of its own.
+
+    Args:
+        x: (R, C), bf16, fp16 or fp32, in any strides; 16 divides C.
+
+    Returns:
+        (R, C + TAIL) uint8, contiguous: a row's C values in float8_e4m3fn and its scale in fp32, as `unpack` finds
+        them, of the bits of `cast_scaled_rows`; after the scale there may be anything.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    return pack(*rows_reference(x, E4M3, True, False)[:2]) if x.numel() else new_packed(x, x.shape[1])
+
+
+@operator(lambda rows, weight, *_: _product(rows, weight), check=_check)
+def grouped_scaled_mm(
+    rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
+) -> Tensor:
+    """Multiply the rows of each expert with its matrix, both in fp8.
+
+    Args:
+        rows: (R, D + TAIL) uint8, sorted by expert, contiguous, as `cast_packed_rows` gives them.
+        weight: (E, F, D), contiguous, in float8_e4m3fn; ``weight_scale``: (E, F) fp32.
+        offsets: (E,) int32, the end of each expert's rows.
+        zero_rest: False leaves rows past ``offsets[-1]`` as they are in memory.
+
+    Returns:
+        (R, F), contiguous, bf16; rows past ``offsets[-1]`` are zero.
+
+    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where 16 does not divide F.
+    """
+    if not rows.shape[0]:
+        return _product(rows, weight)
+    if not rows.is_cuda:
+        return reference(rows, weight, weight_scale, offsets)
+    values, row_scale = unpack(rows)
+    out = compat.scaled_grouped_mm(values, weight.mT, row_scale.contiguous(), weight_scale, offsets).contiguous()
+    return _zero_past(out, offsets) if zero_rest else out
+
+
+@launching("grouped_scaled_mm")
+def _launch(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
+    """What `grouped_scaled_mm` launches in addition to the product, which needs addresses."""
+    out = _product(rows, weight)
+    return _zero_past(out, offsets) if zero_rest and rows.shape[0] else out
+
+
+@operator(
+    lambda a, b, _, __, ends: a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=torch.bfloat16),
+    check=_check_weight,
+)
+def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the two transposed copies, expert by expert.
+
+    Args:
+        a, b: (M, R') and (N, R'), contiguous, in float8_e4m3fn, as `cast_scaled_groups` gives them.
+        scale_a, scale_b: (E, M) and (E, N) fp32.
+        ends: (E,) int32, where each expert's part ends, multiples of 16.
+
+    Returns:
+        (E, M, N), contiguous, bf16; zeros for an expert without rows.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    if not a.is_cuda:
+        return weight_reference(a, b, scale_a, scale_b, ends)
+    return compat.scaled_grouped_mm(a, b.t(), scale_a.view(-1), scale_b.view(-1), ends).contiguous()
+
+
+@operator(_new_groups, launch="moe.scaled_triton:launch", check=_check_groups)
+def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast the rows of experts into a transposed copy, with a scale for each expert and column.
+
+    Args:
+        x: (R, C), not empty, sorted by expert; bf16, fp16 or fp32, in any strides; or (R, C + TAIL) uint8, packed, of
+            which the values times their row's scale are cast.
+        offsets: (E,) int32, the end of each expert's rows.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+
+    Returns:
+        (C, R') in ``dtype``, R' as `padded_rows` says; (E, C) fp32, the scales; (E,) int32, where each expert's part
+        ends. Past the last end there may be anything.
+
+    Raises ``ValueError`` for another dtype.
+    """
+    return (*cast_reference(x, offsets, dtype), padded_ends(offsets))
+
+
+register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm)(
+    lambda rows_shape, weight_shape, *_, **__: 2 * rows_shape[0] * weight_shape[2] * weight_shape[1]
+)
+register_flop_formula(torch.ops.stepgraph.grouped_scaled_mm_weight)(
+    lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[0]
+)

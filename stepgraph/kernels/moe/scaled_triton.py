@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _on, _scale, _top
+from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST, MULTIPLE, padded_rows
 from stepgraph.kernels.moe.packed import E4M3, new_packed, pack, unpack
+from stepgraph.kernels.moe.scaled import padded_ends
 
 #: Rows of a tile, its columns by the bytes of a value, and warps.
 TALL, WIDE, WARPS = 64, {1: 128, 2: 64, 4: 64}, 4
@@ -87,8 +88,10 @@ def _rows(x, row_scale, factor, row, end, column, C, row_stride, column_stride, 
     return value
 
 
-def launch(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `scaled.cast_scaled_groups`, without the ends."""
+def launch(
+    x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `scaled.cast_scaled_groups`."""
     x, row_scale = unpack(x) if x.dtype == torch.uint8 else (x, None)
     (R, C), experts = x.shape, offsets.shape[0]
     q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
@@ -96,14 +99,13 @@ def launch(x: torch.Tensor, offsets: torch.Tensor, dtype: torch.dtype) -> tuple[
     if 1 not in x.stride():
         x = x.clone(memory_format=torch.contiguous_format)
     wide = WIDE[x.element_size()]
-    with _on(x):
-        _groups_kernel[(experts, triton.cdiv(C, wide))](
-            x, row_scale, offsets, q.view(torch.int32), scale, C, q.shape[1], *x.stride(),
-            0 if row_scale is None else row_scale.stride(0),
-            EXPERTS=triton.next_power_of_2(experts), MOST=MOST[dtype], TALL=TALL, WIDE=wide,
-            PTX="" if triton.knobs.runtime.interpret else PTX[dtype], num_warps=WARPS,
-        )  # fmt: skip
-    return q, scale
+    _groups_kernel[(experts, triton.cdiv(C, wide))](
+        x, row_scale, offsets, q.view(torch.int32), scale, C, q.shape[1], *x.stride(),
+        0 if row_scale is None else row_scale.stride(0),
+        EXPERTS=triton.next_power_of_2(experts), MOST=MOST[dtype], TALL=TALL, WIDE=wide,
+        PTX="" if triton.knobs.runtime.interpret else PTX[dtype], num_warps=WARPS,
+    )  # fmt: skip
+    return q, scale, padded_ends(offsets)
 
 
 def launch_packed(x: torch.Tensor) -> torch.Tensor:
@@ -111,6 +113,5 @@ def launch_packed(x: torch.Tensor) -> torch.Tensor:
     if x.shape[1] > cast_triton.LONGEST:  # no program holds a row
         return pack(*cast_triton.launch_rows(x, E4M3, True, False)[:2])
     packed = new_packed(x, x.shape[1])
-    with _on(x):
-        cast_triton._cast_rows(x, *unpack(packed))
+    cast_triton._cast_rows(x, *unpack(packed))
     return packed

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.moe.packed import new_packed
 from stepgraph.kernels.moe.scaled import cast_packed_rows
+from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -47,151 +47,12 @@ def _zeros_past(x: Tensor, offsets: Tensor) -> Tensor:
     return x.masked_fill(past.unsqueeze(1), 0.0).contiguous()
 
 
-def _on_gpu(x: Tensor) -> Any:
-    """The kernels where ``x`` lives; None where the reference runs."""
-    if not x.is_cuda or x.dtype not in _DTYPES:
-        return None
-    from stepgraph.kernels.moe import swiglu_triton
-
-    return swiglu_triton
+def _on_gpu(x: Tensor) -> bool:
+    """Whether the kernels run, not the reference."""
+    return x.is_cuda and x.dtype in _DTYPES
 
 
-@torch.library.custom_op("stepgraph::swiglu_rows", mutates_args=())
-@launching("swiglu_rows")
-def swiglu_rows(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    """``silu(gate) * up`` for the rows of experts.
-
-    Args:
-        gate_up: (R, 2F), gate in the first F columns and up in the others; fp32, bf16 or fp16, fp64 by the reference.
-        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
-        zero_rest: False leaves rows past ``offsets[-1]`` of the result as they are in memory.
-
-    Returns:
-        (R, F), contiguous, in the dtype of ``gate_up``; rows past ``offsets[-1]`` are zero, and so is their gradient.
-
-    Raises ``ValueError`` for other shapes and dtypes. Deterministic, and the host does not wait for the GPU.
-    """
-    _check("swiglu_rows", gate_up, offsets)
-    kernels = _on_gpu(gate_up)
-    if kernels is None:
-        return reference(gate_up, offsets, zero_rest)
-    with torch.cuda.device(gate_up.device):
-        return kernels.launch(gate_up, offsets, zero_rest)
-
-
-@torch.library.custom_op("stepgraph::swiglu_rows_backward", mutates_args=())
-@launching("swiglu_rows_backward")
-def swiglu_rows_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    """The gradient of what `swiglu_rows` got; it has none itself.
-
-    Args:
-        dy: (R, F), the gradient of what it gave, in the dtype of ``gate_up``.
-        gate_up: (R, 2F), what it got.
-        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
-        zero_rest: False leaves rows past ``offsets[-1]`` of the result as they are in memory.
-
-    Returns:
-        (R, 2F), contiguous, in the dtype of ``gate_up``: the gradient of gate in the first F columns, that of up in the
-        others; rows past ``offsets[-1]`` are zero.
-
-    Raises ``ValueError`` as `swiglu_rows`. Deterministic, and the host does not wait for the GPU.
-    """
-    _check("swiglu_rows_backward", gate_up, offsets, dy)
-    kernels = _on_gpu(gate_up)
-    if kernels is None:
-        return backward_reference(dy, gate_up, offsets, zero_rest)
-    with torch.cuda.device(gate_up.device):
-        return kernels.launch_backward(dy, gate_up, offsets, zero_rest)
-
-
-@swiglu_rows.register_fake
-def _(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    _check("swiglu_rows", gate_up, offsets)
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-@swiglu_rows_backward.register_fake
-def _(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    _check("swiglu_rows_backward", gate_up, offsets, dy)
-    return gate_up.new_empty(gate_up.shape)
-
-
-@torch.library.custom_op("stepgraph::swiglu_rows_cast", mutates_args=())
-@launching("swiglu_rows_cast")
-def swiglu_rows_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """``cast_packed_rows(swiglu_rows(gate_up, offsets))`` for the rows of experts. It has no gradient.
-
-    Args:
-        gate_up: (R, 2F), not empty, as of `swiglu_rows`; 16 divides F.
-        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
-        keep: whether to return the product too.
-
-    Returns:
-        The product, (R, F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, F + TAIL) uint8.
-        Rows past ``offsets[-1]`` hold anything.
-
-    Raises ``ValueError`` for other shapes and dtypes.
-    """
-    _check("swiglu_rows_cast", gate_up, offsets)
-    return _with_cast(swiglu_rows, "launch_cast", keep, gate_up, offsets)
-
-
-@torch.library.custom_op("stepgraph::swiglu_rows_cast_backward", mutates_args=())
-@launching("swiglu_rows_cast_backward")
-def swiglu_rows_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """``cast_packed_rows(swiglu_rows_backward(dy, gate_up, offsets))`` for the rows of experts.
-
-    Args:
-        dy: (R, F), not empty, the gradient of the product, in the dtype of ``gate_up``.
-        gate_up, offsets: as of `swiglu_rows_cast`.
-        keep: whether to return the gradients too.
-
-    Returns:
-        The gradients, (R, 2F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, 2F + TAIL)
-        uint8: one scale for both gradients of a row. Rows past ``offsets[-1]`` hold anything.
-
-    Raises ``ValueError`` for other shapes and dtypes.
-    """
-    _check("swiglu_rows_cast_backward", gate_up, offsets, dy)
-    return _with_cast(swiglu_rows_backward, "launch_cast_backward", keep, dy, gate_up, offsets)
-
-
-def _with_cast(function: Any, launch: str, keep: bool, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """By one kernel where a program holds a row, else by ``function`` and a cast."""
-    *_, gate_up, _ = tensors
-    kernels = _on_gpu(gate_up)
-    if kernels is None or gate_up.shape[1] > 2 * kernels.LONGEST:
-        y = function(*tensors)
-        return (y if keep else y.new_empty(0)), cast_packed_rows(y)
-    with torch.cuda.device(gate_up.device):
-        return getattr(kernels, launch)(*tensors, keep)
-
-
-@swiglu_rows_cast.register_fake
-def _(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    _check("swiglu_rows_cast", gate_up, offsets)
-    R, F = gate_up.shape[0], gate_up.shape[1] // 2
-    return gate_up.new_empty((R, F) if keep else 0), new_packed(gate_up, F)
-
-
-@swiglu_rows_cast_backward.register_fake
-def _(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    _check("swiglu_rows_cast_backward", gate_up, offsets, dy)
-    return gate_up.new_empty(gate_up.shape if keep else 0), new_packed(gate_up, gate_up.shape[1])
-
-
-def _save(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return swiglu_rows_backward(grad, *ctx.saved_tensors), None, None
-
-
-swiglu_rows.register_autograd(_gradient, setup_context=_save)
-
-
-def _check(name: str, gate_up: Tensor, offsets: Tensor, dy: Tensor | None = None) -> None:
+def _check(name: str, dy: Tensor | None, gate_up: Tensor, offsets: Tensor) -> None:
     right = (
         gate_up.ndim == 2
         and gate_up.shape[1] % 2 == 0
@@ -209,3 +70,111 @@ def _check(name: str, gate_up: Tensor, offsets: Tensor, dy: Tensor | None = None
         f"{name} got {', '.join(texts)}; allowed is gate_up (R, 2F) of a floating dtype, offsets int32 (E,) of one "
         "expert or more, dy (R, F) in the dtype of gate_up: pass a grouped product of gate and up, and its offsets"
     )
+
+
+@operator(
+    lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
+    launch="moe.swiglu_triton:launch", takes=_on_gpu,
+    check=lambda gate_up, offsets, *_: _check("swiglu_rows", None, gate_up, offsets),
+)  # fmt: skip
+def swiglu_rows(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
+    """``silu(gate) * up`` for the rows of experts.
+
+    Args:
+        gate_up: (R, 2F), gate in the first F columns and up in the others; fp32, bf16 or fp16, fp64 by the reference.
+        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
+        zero_rest: False leaves rows past ``offsets[-1]`` of the result as they are in memory.
+
+    Returns:
+        (R, F), contiguous, in the dtype of ``gate_up``; rows past ``offsets[-1]`` are zero, and so is their gradient.
+
+    Raises ``ValueError`` for other shapes and dtypes. Deterministic, and the host does not wait for the GPU.
+    """
+    return reference(gate_up, offsets, zero_rest)
+
+
+@operator(
+    lambda dy, gate_up, *_: gate_up.new_empty(gate_up.shape),
+    launch="moe.swiglu_triton:launch_backward", takes=_on_gpu,
+    check=lambda dy, gate_up, offsets, *_: _check("swiglu_rows_backward", dy, gate_up, offsets),
+)  # fmt: skip
+def swiglu_rows_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
+    """The gradient of what `swiglu_rows` got; it has none itself.
+
+    Args:
+        dy: (R, F), the gradient of what it gave, in the dtype of ``gate_up``.
+        gate_up: (R, 2F), what it got.
+        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
+        zero_rest: False leaves rows past ``offsets[-1]`` of the result as they are in memory.
+
+    Returns:
+        (R, 2F), contiguous, in the dtype of ``gate_up``: the gradient of gate in the first F columns, that of up in the
+        others; rows past ``offsets[-1]`` are zero.
+
+    Raises ``ValueError`` as `swiglu_rows`. Deterministic, and the host does not wait for the GPU.
+    """
+    return backward_reference(dy, gate_up, offsets, zero_rest)
+
+
+def _like_cast(gate_up: Tensor, columns: int, keep: bool) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty((gate_up.shape[0], columns) if keep else 0), new_packed(gate_up, columns)
+
+
+@operator(
+    lambda gate_up, _, keep: _like_cast(gate_up, gate_up.shape[1] // 2, keep),
+    launch="moe.swiglu_triton:launch_cast", takes=_on_gpu,
+    check=lambda gate_up, offsets, _: _check("swiglu_rows_cast", None, gate_up, offsets),
+)  # fmt: skip
+def swiglu_rows_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """``cast_packed_rows(swiglu_rows(gate_up, offsets))`` for the rows of experts. It has no gradient.
+
+    Args:
+        gate_up: (R, 2F), not empty, as of `swiglu_rows`; 16 divides F.
+        offsets: (E,) int32, the end of each expert's rows, of one expert or more.
+        keep: whether to return the product too.
+
+    Returns:
+        The product, (R, F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, F + TAIL) uint8.
+        Rows past ``offsets[-1]`` hold anything.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    return with_cast(swiglu_rows(gate_up, offsets), keep)
+
+
+@operator(
+    lambda dy, gate_up, _, keep: _like_cast(gate_up, gate_up.shape[1], keep),
+    launch="moe.swiglu_triton:launch_cast_backward", takes=_on_gpu,
+    check=lambda dy, gate_up, offsets, _: _check("swiglu_rows_cast_backward", dy, gate_up, offsets),
+)  # fmt: skip
+def swiglu_rows_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """``cast_packed_rows(swiglu_rows_backward(dy, gate_up, offsets))`` for the rows of experts.
+
+    Args:
+        dy: (R, F), not empty, the gradient of the product, in the dtype of ``gate_up``.
+        gate_up, offsets: as of `swiglu_rows_cast`.
+        keep: whether to return the gradients too.
+
+    Returns:
+        The gradients, (R, 2F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, 2F + TAIL)
+        uint8: one scale for both gradients of a row. Rows past ``offsets[-1]`` hold anything.
+
+    Raises ``ValueError`` for other shapes and dtypes.
+    """
+    return with_cast(swiglu_rows_backward(dy, gate_up, offsets), keep)
+
+
+def with_cast(y: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """``y`` if it is to be kept, and its packed rows, by a kernel of their own."""
+    return (y if keep else y.new_empty(0)), cast_packed_rows(y)
+
+
+def _save(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return swiglu_rows_backward(grad, *ctx.saved_tensors), None, None
+
+
+swiglu_rows.register_autograd(_gradient, setup_context=_save)

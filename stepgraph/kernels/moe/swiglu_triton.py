@@ -14,6 +14,7 @@ from stepgraph.kernels.fp8.formats import MOST
 from stepgraph.kernels.fp8.swiglu_triton import _gate_gradient, _product, backward_configuration
 from stepgraph.kernels.moe.packed import new_packed, unpack
 from stepgraph.kernels.moe.rows_triton import tile_of
+from stepgraph.kernels.moe.swiglu import with_cast
 
 Tensor = torch.Tensor
 WARPS = 4
@@ -142,8 +143,10 @@ def launch_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: boo
 
 
 def launch_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """As `swiglu.swiglu_rows_cast`. Rows of up to `LONGEST`."""
+    """As `swiglu.swiglu_rows_cast`."""
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
+    if F > LONGEST:  # no program holds a row
+        return with_cast(launch(gate_up, offsets), keep)
     packed, y = new_packed(gate_up, F), gate_up.new_empty((R, F) if keep else 0)
     q, scale = unpack(packed)
     block, warps = cast_triton.row_configuration(F)
@@ -155,8 +158,10 @@ def launch_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, T
 
 
 def launch_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """As `swiglu.swiglu_rows_cast_backward`. Rows of up to `LONGEST`."""
+    """As `swiglu.swiglu_rows_cast_backward`."""
     R, F = dy.shape
+    if F > LONGEST:
+        return with_cast(launch_backward(dy, gate_up, offsets), keep)
     packed, grad = new_packed(gate_up, 2 * F), gate_up.new_empty((R, 2 * F) if keep else 0)
     q, scale = unpack(packed)
     block, warps = backward_configuration(F, gate_up.element_size())

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepgraph.kernels.ahead import launching
+from stepgraph.kernels.operator import operator
 from stepgraph.kernels.quant.formats import BLOCK, NESTED_BLOCK
 
 Tensor = torch.Tensor
@@ -103,8 +103,33 @@ def reference(
     return (values * scales).to(dtype).view(shape)
 
 
-@torch.library.custom_op("stepgraph::dequantize_4bit", mutates_args=())
-@launching("dequantize_4bit")
+def _check(
+    codes: Tensor, absmax: Tensor, _: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    values = math.prod(shape)
+    blocks = -(-values // max(block, 1))
+    right = (
+        (absmax.dtype, len(nested)) in ((torch.uint8, 3), (torch.float32, 0))
+        and (not nested or nested[0].numel() == -(-blocks // NESTED_BLOCK))
+        and (codes.dtype, codes.numel(), absmax.numel()) == (torch.uint8, (values + 1) // 2, blocks)
+        and codes.is_contiguous() and absmax.is_contiguous()
+        and block >= 32 and block & (block - 1) == 0
+        and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )  # fmt: skip
+    if not right:
+        raise ValueError(
+            f"dequantize_4bit got {values} values of {dtype}, codes {codes.dtype} {tuple(codes.shape)}, absmax "
+            f"{absmax.dtype} {tuple(absmax.shape)} with {len(nested)} nested tensors, block {block}; allowed are "
+            "contiguous uint8 codes of half as many bytes, an absmax for each block, in uint8 with the three of "
+            "`Quantized.nested` or in fp32 with none, a block of a power of two from 32 on, and fp32, bf16 or fp16: "
+            "quantize the weight again"
+        )
+
+
+@operator(
+    lambda codes, *rest: codes.new_empty(rest[-2], dtype=rest[-1]), launch="quant.nf4_triton:launch", check=_check
+)
 def dequantize_4bit(
     codes: Tensor, absmax: Tensor, quant_map: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int],
     dtype: torch.dtype,
@@ -125,43 +150,7 @@ def dequantize_4bit(
 
     Raises ``ValueError`` for other sizes and dtypes.
     """
-    _check(codes, absmax, nested, block, shape, dtype)
-    if codes.is_cuda:
-        from stepgraph.kernels.quant import nf4_triton
-
-        with torch.cuda.device(codes.device):
-            return nf4_triton.launch(codes, absmax, quant_map, nested, block, shape, dtype)
     return reference(codes, absmax, quant_map, nested, block, shape, dtype)
-
-
-@dequantize_4bit.register_fake
-def _(codes: Tensor, absmax: Tensor, quant_map: Tensor, *rest: Any) -> Tensor:
-    nested, block, shape, dtype = rest
-    _check(codes, absmax, nested, block, shape, dtype)
-    return codes.new_empty(shape, dtype=dtype)
-
-
-def _check(
-    codes: Tensor, absmax: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int], dtype: torch.dtype
-) -> None:
-    values = math.prod(shape)
-    blocks = -(-values // max(block, 1))
-    right = (
-        (absmax.dtype, len(nested)) in ((torch.uint8, 3), (torch.float32, 0))
-        and (not nested or nested[0].numel() == -(-blocks // NESTED_BLOCK))
-        and (codes.dtype, codes.numel(), absmax.numel()) == (torch.uint8, (values + 1) // 2, blocks)
-        and codes.is_contiguous() and absmax.is_contiguous()
-        and block >= 32 and block & (block - 1) == 0
-        and dtype in (torch.float32, torch.bfloat16, torch.float16)
-    )  # fmt: skip
-    if not right:
-        raise ValueError(
-            f"dequantize_4bit got {values} values of {dtype}, codes {codes.dtype} {tuple(codes.shape)}, absmax "
-            f"{absmax.dtype} {tuple(absmax.shape)} with {len(nested)} nested tensors, block {block}; allowed are "
-            "contiguous uint8 codes of half as many bytes, an absmax for each block, in uint8 with the three of "
-            "`Quantized.nested` or in fp32 with none, a block of a power of two from 32 on, and fp32, bf16 or fp16: "
-            "quantize the weight again"
-        )
 
 
 #: In names of the state dict, what marks the values that are no tensors.

@@ -10,7 +10,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.fp8 import cast_triton, swiglu, swiglu_triton
+from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
@@ -35,9 +35,7 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
         cast_triton.launch_rows(y, dtype, True, False)[:2],
         swiglu_triton.launch(x, x.flip(0), dtype, False),
     )
-    kept, alone = (swiglu.empty_results(x, dtype, keep) for keep in (True, False))
-    for results, keep in ((kept, True), (alone, False)):
-        swiglu_triton.launch_backward(x.flip(1), x, x.flip(0), results, keep)
+    kept, alone = (swiglu_triton.launch_backward(x.flip(1), x, x.flip(0), dtype, keep) for keep in (True, False))
     dgate, dup, *both = kept
     apart = [t for y in (dgate, dup) for t in cast_triton.launch_rows(y, dtype, True, False)[:2]]
     fused += ((dgate, dup), both, apart, alone)

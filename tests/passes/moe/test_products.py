@@ -139,8 +139,7 @@ def test_what_the_package_is_called_with(package):
 def test_gradients_are_by_the_kernel_of_their_product(monkeypatch):
     asked = []
     real = grouped.reference, grouped.weight_reference
-    for name, function in zip(("_check", "_check_weight"), (grouped._check, grouped._check_weight), strict=True):
-        monkeypatch.setattr(grouped, name, lambda *args, f=function: (asked.append(args[3]), f(*args))[1])
+    monkeypatch.setattr(grouped, "_check_backend", asked.append)
     rows, weight = torch.randn(5, 8, requires_grad=True), torch.randn(2, 8, 8, requires_grad=True)
     offsets = torch.tensor([2, 4], dtype=torch.int32)
     grouped_mm(rows, weight, offsets, "quack").sum().backward()

@@ -1,0 +1,63 @@
+"""Defines operators of ``torch.ops.stepgraph`` by their plain-torch form, most of them with a Triton kernel."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from stepgraph.kernels.ahead import launching
+
+
+def operator(
+    like: Callable[..., Any],
+    *,
+    launch: str | Callable[..., Any] = "",
+    takes: Callable[[torch.Tensor], Any] = lambda x: x.is_cuda,
+    check: Callable[..., None] = lambda *_: None,
+    writes: Iterable[str] = (),
+    name: str = "",
+) -> Callable[[Callable[..., Any]], Any]:
+    """Define the operator ``name``, by default that of the decorated function, which is its plain-torch form and whose
+    annotations are the schema. The operator that takes its place gets a gradient by its ``register_autograd``.
+
+    Args:
+        like: empty results, for fake tensors.
+        launch: what runs instead where ``takes`` is true of the first argument, on its device: a function; for one
+            that launches our Triton kernels ``module:function`` below `stepgraph.kernels`, whose module is imported at
+            the first call, since a CPU needs no triton.
+        check: raises ``ValueError`` for arguments that are not allowed, of fake tensors too.
+        writes: names of the arguments that are written.
+    """
+
+    def define(function: Callable[..., Any]) -> Any:
+        own = name or function.__name__
+
+        def checked(run: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def call(*args: Any) -> Any:
+                check(*args)
+                return run(*args)
+
+            return call
+
+        def run(*args: Any) -> Any:
+            if not launch or not takes(args[0]):
+                return function(*args)
+            kernels = launch
+            if isinstance(launch, str):
+                module, _, name_of_function = launch.partition(":")
+                kernels = getattr(importlib.import_module(f"stepgraph.kernels.{module}"), name_of_function)
+            with torch.cuda.device(args[0].device):
+                return kernels(*args)
+
+        made = torch.library.custom_op(f"stepgraph::{own}", checked(run), mutates_args=writes)
+        made.register_fake(checked(like))
+        if launch and isinstance(launch, str):  # by the arguments of a node, some of them by name
+            bind = inspect.signature(function).bind
+            launching(own)(lambda *args, **named: checked(run)(*bind(*args, **named).args))
+        return made
+
+    return define
