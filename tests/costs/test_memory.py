@@ -2,8 +2,10 @@
 
 import operator
 
+import pytest
 import torch
 
+from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.memory import at_peak, estimate_memory, lifetimes, memory_over_step
 from stepgraph.costs.roofline import Fusion
 from stepgraph.graph.aliases import Aliases
@@ -77,7 +79,8 @@ def test_a_written_input_is_no_memory_of_its_own():
 
 
 def test_attention_takes_its_results_and_sums_while_it_runs():
-    """Backward gives three gradients, and adds up that of the queries in fp32."""
+    """Backward gives three gradients, adds up that of the queries and a number for each row in fp32, and has gradients
+    of keys and values for each of the four heads that share them."""
     hand = Hand()
     q, k = hand.input(2, 8, 64, 32, dtype=torch.bfloat16), hand.input(2, 2, 64, 32, dtype=torch.bfloat16)
     size = {n: n.meta["val"].nbytes for n in (q, k)}
@@ -88,10 +91,32 @@ def test_attention_takes_its_results_and_sums_while_it_runs():
         phase="backward", val=given,
     )  # fmt: skip
     step = hand.step(*[hand(operator.getitem, backward, i, val=t, phase="backward") for i, t in enumerate(given)])
-    inputs, results, sums = size[q] + size[k], size[q] + 2 * size[k], 2 * size[q]
+    inputs, results, sums = size[q] + size[k], size[q] + 2 * size[k], 2 * size[q] + 4 * (2 * 8 * 64) + 4 * 2 * size[k]
     found = estimate_memory(step.graph)
     assert (found.inputs, found.peak) == (inputs, inputs + results + sums)
     aliases = Aliases(step.graph)
     fusion = Fusion(step.graph, aliases, fused=False)
     assert max(m.total for m in memory_over_step(step, aliases, fusion)) == found.peak
     assert at_peak(step, aliases, fusion)[0] is backward
+
+
+@pytest.mark.parametrize(("deterministic", "measured_mib"), [(False, 128.5), (True, 384.5)])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+def test_a_workspace_of_attention_is_what_was_measured(kernel, deterministic, measured_mib):
+    """4 x 8/4 heads x 4096 x 128 on an H200: FlashAttention 2 has five gradients of the queries where it must repeat
+    every bit; cuDNN is not taken there."""
+    hand = Hand()
+    q, k = hand.input(4, 8, 4096, 128, dtype=torch.bfloat16), hand.input(4, 4, 4096, 128, dtype=torch.bfloat16)
+    target = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward").default
+    rest = (
+        (q, q, None, None, None, 4096, 4096, 0.0, True)
+        if kernel == "cudnn"
+        else (None, None, 4096, 4096, 0.0, True, q, q)
+    )
+    backward = hand(target, q, q, k, k, q, q, *rest, phase="backward", val=[t.meta["val"] for t in (q, k, k)])
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = transient_bytes(backward) / 2**20
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == (measured_mib if kernel == "flash" else 128.5)

@@ -90,7 +90,9 @@ def test_a_loaded_step_finds_them_where_the_cache_is_empty(first_steps, tmp_path
             shutil.rmtree(tmp_path / "inductor")
         loaded = first_steps("moe", tmp_path / "steps")
         assert loaded["loaded"] and not compiled_late(loaded)
-        # Attention's backward adds in any order.
-        assert loaded["losses"][0] == made["losses"][0] and loaded["losses"] == pytest.approx(made["losses"], rel=1e-2)
+        # Attention's backward adds in any order; where the cache is empty, Inductor times its reductions again and may
+        # choose another order of their sums.
+        assert loaded["losses"][0] == (pytest.approx(made["losses"][0], rel=1e-5) if empty else made["losses"][0])
+        assert loaded["losses"] == pytest.approx(made["losses"], rel=1e-2)
         assert [note for note in loaded["saved"] if "not compiled ahead" in note] == []
         assert any("compiled ahead" in note for note in loaded["saved"]) == empty, loaded["saved"]

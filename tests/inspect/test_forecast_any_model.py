@@ -20,7 +20,7 @@ from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.inspect.forecast.forecast import simulated
 from stepgraph.lower import StepSpec, lower
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
-from stepgraph.passes import Target
+from stepgraph.passes import StepOptions, Target
 
 OFF = stepgraph.StepOptions(inductor="off")
 
@@ -80,6 +80,21 @@ def test_a_presets_model_given_by_hand_has_the_plans_forecast(accumulate):
     assert found.step_s == planned.timeline.step_seconds
     assert sum(held.bytes for held in found.largest) == found.peak_bytes
     assert not optimizer.state
+
+
+def test_what_fills_the_memory_is_the_peak_with_state_on_the_host_and_workspaces():
+    """State of the optimizer on the host is not listed; the workspace of an attention is."""
+    config = Llama3Config(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=64, max_seq_len=8192)
+    with torch.device("meta"):
+        model = Llama3(config).to(torch.bfloat16)
+    ids = torch.zeros(2, 8192, dtype=torch.int64, device="meta")
+    options = StepOptions(memory="full", tiles=8, offload_optimizer=True)
+    optimizer = stepgraph.MasterAdamW(model.parameters(), lr=1e-4)
+    batch = {"tokens": ids, "targets": ids}
+    found = stepgraph.forecast(model, next_token_loss, batch, optimizer, device="h200", passes=options)
+    assert sum(held.bytes for held in found.largest) == found.peak_bytes
+    assert not [held for held in found.largest if held.kind == "optimizer" and held.bytes > 1024]
+    assert [held for held in found.largest if held.what.startswith("results and workspace of")]
 
 
 def test_policies_come_in_order_and_the_chosen_one_is_the_forecast():

@@ -24,13 +24,14 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import Slot, model_slots, swapped
 from stepgraph.capture.trace import LossFn
 from stepgraph.costs import links
+from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.costs.memory import HELD, Moment, at_peak, state_bytes
 from stepgraph.costs.roofline import Fusion, products_seconds
 from stepgraph.costs.step import StepCost, graph_cost, step_cost
 from stepgraph.errors import first_line, unknown_name
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import tensor_bytes
+from stepgraph.graph.host_copies import device_bytes
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import name_of, type_of
@@ -271,6 +272,10 @@ def _at_peak(program: StepProgram, spec: StepSpec) -> tuple[fx.Node, tuple[Held,
         entries += [
             _entry(one, HELD.get(what.kind, "inputs"), what) for what, one in state.items() if what not in taken
         ]
+        if workspace := transient_bytes(node):
+            _, (*_, module, source), path = _entry(node, "temporary", None)
+            key = ("temporary", "", f"results and workspace of {name_of(node.target)}", module, source)
+            entries.append((workspace, key, path))
         found.append((sum(size for size, _, _ in entries), node, entries))
     _, node, entries = max(found, key=lambda each: each[0])
     return node, _grouped(entries)
@@ -281,7 +286,7 @@ _Key = tuple[str, str, str, str, str]
 
 
 def _entry(node: fx.Node, kind: str, what: Input | None) -> tuple[int, _Key, str]:
-    """(bytes of ``node``, what its group shares, the path of its module). ``what``: it is, as an input."""
+    """(bytes of ``node`` on the device, what its group shares, its module). ``what``: the input that it is."""
     found, source = provenance(node), ""
     if isinstance(what, ModelTensor):
         path, _, name = what.path.rpartition(".")
@@ -294,14 +299,15 @@ def _entry(node: fx.Node, kind: str, what: Input | None) -> tuple[int, _Key, str
         maker = node.args[0] if name_of(node.target) == "getitem" else node
         path, name = found.path if found else "", name_of(maker.target)
         source = found.source if found else ""
-    return tensor_bytes(node), (kind, type_of(node), name, re.sub(r"(?<![^.])\d+(?![^.])", "*", path), source), path
+    return device_bytes(node), (kind, type_of(node), name, re.sub(r"(?<![^.])\d+(?![^.])", "*", path), source), path
 
 
 def _grouped(entries: Sequence[tuple[int, _Key, str]]) -> tuple[Held, ...]:
     """Similar tensors as one group, such as the tensors of a model's repeated blocks."""
     groups: dict[_Key, list[tuple[int, str]]] = defaultdict(list)
     for size, key, path in entries:
-        groups[key].append((size, path))
+        if size:
+            groups[key].append((size, path))
     made = []
     for (kind, type_, name, starred, source), members in groups.items():
         module = starred if len({path for _, path in members}) > 1 else members[0][1]
