@@ -1,7 +1,6 @@
 """What capture refuses, before, during and after the trace: one line each, with module path and source line."""
 
 import contextlib
-import functools
 import inspect
 import sys
 import warnings
@@ -68,9 +67,17 @@ def check_no_parameters(leaves: Sequence[Any], slots: Sequence[Slot]) -> None:
 
 
 def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
-    """Every parameter of the optimizer is the model's."""
+    """Every parameter of the optimizer is the model's, and has memory for each of its elements."""
     known = {id(slot.tensor) for slot in slots}
     for _, param in update.owned() if update else ():
+        end = 1  # of the elements along the dimensions with smaller strides
+        for stride, size in sorted(zip(param.stride(), param.shape, strict=True)) if param.numel() else ():
+            if size > 1 and stride < end:
+                raise CaptureError(
+                    f"elements of a parameter of shape {list(param.shape)} and strides {list(param.stride())} share "
+                    "memory, and an update in place depends on their order; register a contiguous() copy of it"
+                )
+            end += stride * (size - 1)
         if id(param) not in known:
             raise CaptureError(
                 f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
@@ -266,7 +273,7 @@ def refusing_facts(
     of_batch = set(storages([t for where in batch for t in flat[where]]))
     of_inputs = of_batch | set(storages(flat))
 
-    def ask(tensor: torch.Tensor, name: str, file: str) -> None:
+    def ask(tensor: Any, name: str, file: str) -> None:
         if not counts(file):
             return
         if name.startswith("grad") and id(tensor) in own:
@@ -276,6 +283,8 @@ def refusing_facts(
         elif name in ("__dict__", "__dict__ =", "__dir__"):
             name = "dir(tensor)" if name == "__dir__" else "tensor.__dict__"
             what, fix = f"asks for {name}", "name the attributes that it needs, as by getattr"
+        elif name == "storage().device":
+            what, fix = "asks for the device of a tensor's storage", "ask the tensor for its device"
         elif name == "is_set_to":
             what, fix = "asks for .is_set_to", "pass what it is to decide in the batch"
         elif name in ("_version", "_base", "_is_view") and storages([tensor])[0] in of_inputs:
@@ -292,26 +301,18 @@ def refusing_facts(
     return compat.facts_of_fake_tensors(ask, counts, is_under_torch)
 
 
-@contextlib.contextmanager
-def refusing_settings(recorder: Recorder) -> Iterator[None]:
+def refusing_settings(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
     """Inside, `CaptureError` is raised where forward changes a setting of torch: operators of a graph would run with
     the setting of their calls."""
-    current = {
-        "set_default_dtype": torch.get_default_dtype,
-        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-        "set_float32_matmul_precision": torch.get_float32_matmul_precision,
-    }
 
-    def refuse(name: str, given: Any, **_: Any) -> None:
-        if given != current[name]():
-            raise CaptureError(
-                f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(1))}) calls "
-                f"torch.{name}, and the operators of a captured step run with the setting of its call; set it before, "
-                "and give dtypes to the functions that make tensors"
-            )
+    def refuse(name: str) -> None:
+        raise CaptureError(
+            f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(2))}) changes "
+            f"torch's setting of {name}, and the operators of a captured step run with the setting of its call; set it "
+            "before, and give dtypes to the functions that make tensors"
+        )
 
-    with compat.replaced_functions(torch, **{name: functools.partial(refuse, name) for name in current}):
-        yield
+    return compat.kept_settings(refuse)
 
 
 def storages(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -227,8 +227,8 @@ class StepTrace:
         self.trained = [i for i, slot in enumerate(self.slots) if slot.tensor.requires_grad]
         sizes = {id(slot.tensor): shapes[slot.name] for slot in self.slots if slot.name in (shapes or {})}
         self.update = Update(optimizer, sizes, room) if optimizer is not None else None
-        checks.check_owned(self.update, self.slots)
         checks.check_layouts(self.slots)
+        checks.check_owned(self.update, self.slots)
         checks.check_no_parameters(leaves, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated

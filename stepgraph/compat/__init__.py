@@ -60,6 +60,7 @@ from stepgraph.compat.eager import (
     has_autocast_rule,
     in_function_transform,
     in_plain_eager,
+    kept_settings,
     scaled_grouped_mm,
     scaled_mm,
     settings,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.compat.replaced import replaced_functions
+from stepgraph.compat.replaced import replaced, replaced_functions
 
 
 def below_autograd() -> contextlib.AbstractContextManager:
@@ -135,3 +135,45 @@ def settings() -> dict[str, Any]:
         "torch.backends.cudnn.enabled": torch._C._get_cudnn_enabled(),
         "torch.backends.cudnn.deterministic": torch._C._get_cudnn_deterministic(),
     }
+
+
+#: Settings that operators read when they run. Not cuDNN's, which a context may set around an operator that is traced
+#: by them, such as CTC's loss.
+_READ_BY_OPERATORS = ("blas", "cpu", "cublas", "default_dtype", "deterministic", "float32", "fp32", "linalg", "mkldnn")
+_READ_BY_OPERATORS += ("nnpack", "onednn")
+
+
+@contextlib.contextmanager
+def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
+    """Inside, ``change(name)`` is called before a setting that operators read when they run gets another value."""
+
+    def checked(name: str, setter: Callable) -> Callable:
+        def set_to(*given: Any, **options: Any) -> Any:
+            getter = getattr(torch._C, f"_get_{name}", None) or getattr(torch, f"get_{name}", None)
+            if name.startswith("fp32"):
+                current = (*given[:-1], torch._C._get_fp32_precision_getter(*given[:-1]))
+            else:
+                current = getter()
+            if given and current not in (given, given[0]):
+                change(name.removesuffix("_setter").replace("_", " "))
+            return setter(*given, **options)
+
+        return set_to
+
+    def assigned(prop: Any, module: Any, value: Any) -> None:
+        if prop.getter() != value:
+            change(next(f"{module.__name__}.{name}" for name, one in vars(type(module)).items() if one is prop))
+        prop.setter(value)
+
+    names = [name.removeprefix("_set_") for name in dir(torch._C) if name.startswith("_set_")]
+    found = {f"_set_{name}": name for name in names if name.startswith(_READ_BY_OPERATORS)}
+    in_torch = {
+        "set_num_threads": checked("num_threads", torch.set_num_threads),
+        "use_deterministic_algorithms": checked("deterministic_algorithms", torch.use_deterministic_algorithms),
+    }
+    with (
+        replaced_functions(torch, **in_torch),
+        replaced(torch._C, **{key: checked(name, getattr(torch._C, key)) for key, name in found.items()}),
+        replaced(torch.backends.ContextProp, __set__=assigned),
+    ):
+        yield

@@ -138,12 +138,12 @@ def attributes_set(tensor: torch.Tensor, other: torch.Tensor) -> list[str]:
 
 @contextlib.contextmanager
 def facts_of_fake_tensors(
-    ask: Callable[[torch.Tensor, str, str], None], counts: Callable[[str], bool], is_under_torch: Callable[[str], bool]
+    ask: Callable[[Any, str, str], None], counts: Callable[[str], bool], is_under_torch: Callable[[str], bool]
 ) -> Iterator[None]:
     """Inside, ``ask(tensor, name, file)`` is called before code in ``file`` reads a fake tensor's version, view, place
-    in its memory, gradient or attributes, and before it assigns ``.grad`` or ``.data`` (``name`` then ends in " =").
-    Code in files that ``counts`` finds no attributes that fake tensors alone have; code in files that are not
-    ``is_under_torch`` finds eager's ``__class__``."""
+    in its memory, gradient, attributes, or its memory's device, and before it assigns ``.grad`` or ``.data`` (``name``
+    then ends in " ="). Code in files that ``counts`` finds no attributes that fake tensors alone have; code in files
+    that are not ``is_under_torch`` finds eager's ``__class__``."""
 
     def asked(name: str) -> property:
         found = _HELD if name == "__dict__" else getattr(torch.Tensor, name)
@@ -185,12 +185,22 @@ def facts_of_fake_tensors(
             frame = frame.f_back or frame
         return FakeTensor if is_under_torch(frame.f_code.co_filename) else class_in_eager(tensor)
 
+    def device_of(storage: torch.UntypedStorage) -> torch.device:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename == torch.storage.__file__:
+            frame = frame.f_back
+        if (found := device.__get__(storage)).type == "meta":
+            ask(storage, "storage().device", frame.f_code.co_filename)
+        return found
+
+    device = torch.UntypedStorage.device
     facts = {name: asked(name) for name in (*_FACTS, "data")} | {name: called(name) for name in _FACTS_CALLED}
     facts |= {name: hidden(name) for name in _OF_FAKE} | {"__class__": property(class_of)}
     bases = FakeTensor.__bases__
     FakeTensor.__bases__ = (type(torch.Tensor)("Tensor", bases, facts),)  # a class's own __class__ cannot be set
     try:
-        yield
+        with replaced(torch.UntypedStorage, device=property(device_of)):
+            yield
     finally:
         FakeTensor.__bases__ = bases
 

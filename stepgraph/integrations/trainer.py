@@ -21,11 +21,13 @@ from torch import nn
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
 from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
+from stepgraph.capture.python.watched import difference
 from stepgraph.compat.replaced import replaced
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts, whole_state
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes import Passes
+from stepgraph.run.bound import RandomState
 from stepgraph.step import CapturedStep, capture
 
 try:
@@ -89,6 +91,10 @@ class GraphTrainer(Trainer):
         self._steps: dict[tuple, CapturedStep] = {}
         self._apart: dict[tuple, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
+        #: As the first microbatch of a step comes: what Python reads, how often each tensor of the model was written,
+        #: states of generators. Then whether these have moved before a later one.
+        self._at_first: tuple[list[Mapping[str, tuple]], list[int], list[torch.Tensor]] = [], [], []
+        self._drawn = False
         self._reported: dict[str, list[torch.Tensor]] = {}
         self._clip: Callable | None = None  # as `_clip_once` left it
         self._class: type = dict
@@ -291,7 +297,7 @@ class GraphTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._prepared(model, inputs)
         if not isinstance(inputs, Mapping):
             raise ValueError(f"the data collator returned a {type(inputs).__name__}; let it return a dict of tensors")
         self._class = type(inputs)
@@ -308,8 +314,38 @@ class GraphTrainer(Trainer):
         microbatches, self._waiting = self._waiting, []
         if self._mesh is not None:
             microbatches = self._alike(microbatches)
+        random = self._random()
         with _trl_scores_every_position():
-            return self._step(model, microbatches)
+            loss = self._step(model, microbatches)
+        if self._drawn and not all(map(torch.equal, random, self._random())):
+            raise ValueError(
+                "random numbers are drawn between the microbatches of a step, which run as one graph at its end, and "
+                "the model draws too, in another order than under Trainer: draw in the data collator"
+            )
+        return loss
+
+    def _prepared(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a microbatch. Those of a step run at its end: what changes between them must not matter."""
+        inputs = self._prepare_inputs(inputs)
+        reads = [step.reads() for step in (*self._steps.values(), *self._apart.values())]
+        written = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
+        random = self._random()
+        if not self._waiting:
+            self._at_first, self._drawn = (reads, written, random), False
+        reads_first, written_first, random_first = self._at_first
+        changed = next(filter(None, map(difference, reads_first, reads)), None)
+        if changed or written != written_first:
+            raise ValueError(
+                f"between the microbatches of a step, which run as one graph at its end, {changed or 'the model is'} "
+                "changed: do that between steps, such as in on_step_begin, or set gradient_accumulation_steps=1"
+            )
+        self._drawn = self._drawn or not all(map(torch.equal, random_first, random))
+        return inputs
+
+    def _random(self) -> list[torch.Tensor]:
+        """The states of torch's generators."""
+        device = self.args.device
+        return [*RandomState([device] if device.type == "cuda" else []).states().values()]
 
     def _step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         if vars(self.accelerator).get("clip_grad_norm_") is self._clip:

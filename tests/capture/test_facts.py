@@ -51,6 +51,21 @@ def double(model, x):
         torch.set_default_dtype(torch.float32)
 
 
+def in_low_precision(model, x):
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    return model.linear(x)
+
+
+def without_mkldnn(model, x):
+    with torch.backends.mkldnn.flags(enabled=False):
+        return model.linear(x)
+
+
+def benchmarked(model, x):
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    return model.linear(x)
+
+
 def strict(model, x):
     torch.use_deterministic_algorithms(True)
     return model.linear(x)
@@ -70,8 +85,15 @@ FACTS = {
     "uses .grad of": drop_gradient,
     "assigns .data of a tensor": swap,
     "assigns .data of": swap_batch,
-    "calls torch.set_default_dtype": double,
-    "calls torch.use_deterministic_algorithms": strict,
+    "asks for the device of a tensor's storage": lambda model, x: (
+        model.linear(x) * (1 + (x.untyped_storage().device == x.device))
+    ),
+    "changes torch's setting of default dtype": double,
+    "changes torch's setting of deterministic algorithms": strict,
+    "changes torch's setting of fp32 precision": in_low_precision,
+    "changes torch's setting of mkldnn enabled": without_mkldnn,
+    "changes torch's setting of torch.backends.cudnn.benchmark": benchmarked,
+    "changes torch's setting of num threads": lambda model, x: model.linear(x) * (torch.set_num_threads(7) or 1),
 }
 
 
@@ -89,6 +111,7 @@ def test_facts_of_what_the_step_makes(check_training):
         z = y[1:].as_strided((2, 4), (4, 1), y[1:].storage_offset())
         wanted = x.detach().requires_grad_()
         torch.use_deterministic_algorithms(False)  # as it is
+        torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled
         return z * (1 + y._version) * (1 + y[1:]._is_view()) * (wanted.grad is None) + y.data.mul_(2)[1:]
 
     batches = [{"x": torch.randn(3, 4)} for _ in range(3)]
@@ -195,6 +218,19 @@ def test_an_attribute_of_a_parameter_that_forward_sets():
     with pytest.warns(UserWarning, match=r"forward sets linear\.weight\.uses, which"):
         stepgraph.capture(model, loss_fn, x, passes=["fuse_norm"])
     assert not hasattr(model.linear.weight, "uses")
+
+
+@pytest.mark.parametrize("held", [[0], {"uses": 0}], ids=["list", "dict"])
+def test_what_an_attribute_of_a_parameter_holds_and_forward_changes(held):
+    def forward(self, x):
+        key = "uses" if isinstance(held, dict) else 0
+        self.linear.weight.memo[key] += 1
+        return self.linear(x) * self.linear.weight.memo[key]
+
+    model, x = Model(forward), torch.randn(3, 4)
+    model.linear.weight.memo = held
+    with pytest.raises(CaptureError, match=r"linear\.weight\.memo"):
+        stepgraph.capture(model, loss_fn, x, passes="exact")
 
 
 SHOWN = {

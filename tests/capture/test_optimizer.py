@@ -283,3 +283,13 @@ def test_a_changed_option_is_captured_again(check_training):
             optimizer.zero_grad()
         results.append(list(model.parameters()))
     assert all(map(torch.equal, *results))
+
+
+def test_a_parameter_whose_elements_share_memory():
+    model = torch.nn.Linear(4, 4)
+    model.weight = torch.nn.Parameter(torch.randn(8).as_strided((4, 4), (1, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        stepgraph.CaptureError, match=r"elements of a parameter of shape \[4, 4\] and strides \[1, 1\] share"
+    ):
+        stepgraph.capture(model, lambda m, x: m(x).square().mean(), torch.randn(3, 4), optimizer)

@@ -606,6 +606,64 @@ def in_a_tuple(rows):
     return tuple(encoded(rows).values())
 
 
+class ReadsWhetherItIsTheLast:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)["loss"] * (2 if self.accelerator.sync_gradients else 1)
+
+
+class Prepares:
+    """In `_prepare_inputs` something happens between the microbatches of a step."""
+
+    def _prepare_inputs(self, inputs):
+        self.happens()
+        return super()._prepare_inputs(inputs)
+
+
+class Draws(Prepares):
+    def happens(self):
+        torch.rand(1)
+
+
+class Decays(Prepares):
+    def happens(self):
+        with torch.no_grad():
+            self.model.b.bias.mul_(0.9)
+
+
+@pytest.mark.parametrize(
+    ("mixin", "changed"),
+    [
+        (ReadsWhetherItIsTheLast, r"end, loss_fn.self.accelerator.gradient_state.sync_gradients changed from"),
+        (Draws, "random numbers are drawn between the microbatches"),
+        (Decays, "the model is changed"),
+    ],
+)
+def test_what_happens_between_microbatches(tmp_path, mixin, changed):
+    same_as_plain(tmp_path, mixin=mixin)
+    with pytest.raises(ValueError, match=changed):
+        tiny_run(GraphTrainer, tmp_path, mixin=mixin, gradient_accumulation_steps=2)
+
+
+def test_draws_between_microbatches_of_a_model_that_draws_nothing(tmp_path):
+    def without_dropout(trainer):
+        trainer.model.drop.p = 0.0
+
+    same_as_plain(tmp_path, mixin=Draws, prepare=without_dropout, gradient_accumulation_steps=2)
+
+
+class Counts:
+    count = 0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.count += 1
+        return model(**inputs)["loss"] * self.count
+
+
+def test_a_loss_that_depends_on_a_count(tmp_path):
+    with pytest.raises(CaptureError, match=r"self\.count counts in Python: nothing -> 1"):
+        tiny_run(GraphTrainer, tmp_path, mixin=Counts)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

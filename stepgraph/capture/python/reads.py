@@ -148,6 +148,8 @@ class Reads:
         self._noting: dict[type, Any] = {}
         self._named: set[str] = set()
         self._of_model = {id(vars(module)) for module in model.modules()}
+        plain = [(path, t) for path, t in (*model.named_parameters(), *model.named_buffers()) if type(t) in _PLAIN]
+        self._on_tensors = [(f"{path}.{name}", value) for path, t in plain for name, value in vars(t).items()]
         self._is_noted, self._found = False, []
         self.random = HostRandom(model)
         self.read: list[torch.Tensor] = []  # tensors from outside the step whose values Python read
@@ -186,7 +188,7 @@ class Reads:
             for path, hooks in (*hooked, *(("", hooks) for hooks in compat.hooks_of_every_module())):
                 for hook in hooks.values():
                     self._meet(path, hook)
-            for path, root in self.roots.items():
+            for path, root in (*self._on_tensors, *self.roots.items()):
                 self._meet(path, root)
             yield
         finally:
@@ -445,6 +447,7 @@ class Reads:
 
 
 _UNCHANGEABLE: set[type] = set()
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def parts_registered(held: dict) -> tuple[dict, ...]:
