@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from stepgraph import compat
-from stepgraph.capture.optimizer.tape import Tape, alike
+from stepgraph.capture.optimizer.tape import Tape
+from stepgraph.capture.python import values
 from stepgraph.capture.state import Wrapping, wrap
 
 Tensor = torch.Tensor
@@ -113,7 +114,7 @@ def equal(a: Any, b: Any) -> bool:
     """Whether two numbers or scalar tensors are equal."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and bool(a == b)
-    return alike(a, b)
+    return values.equal(a, b)
 
 
 def frozen(value: Any) -> Any:
@@ -133,4 +134,4 @@ def same(a: Any, b: Any) -> bool:
         return False
     if type(a) is tuple:
         return len(a) == len(b) and all(map(same, a, b))
-    return isinstance(a, int | float | str | bytes | complex) and alike(a, b)
+    return isinstance(a, int | float | str | bytes | complex) and values.equal(a, b)

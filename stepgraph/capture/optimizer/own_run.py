@@ -4,7 +4,7 @@ import contextlib
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -46,14 +46,12 @@ class State(dict):
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, self._kept(key, value) if key not in self else value)
 
+    update = MutableMapping.update  # by `__setitem__`, which a dict's own passes by
+
     def setdefault(self, key: Any, default: Any = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
-
-    def update(self, *args: Any, **values: Any) -> None:
-        for key, value in dict(*args, **values).items():
-            self[key] = value
 
 
 class States(defaultdict):
@@ -85,15 +83,6 @@ class States(defaultdict):
     def get(self, param: Any, default: Any = None) -> Any:
         return self[param] if param in self else default  # noqa: SIM401 (it is get)
 
-    def setdefault(self, param: Any, default: Any = None) -> Any:
-        if param not in self:
-            self[param] = default
-        return self[param]
-
-    def update(self, *args: Any, **values: Any) -> None:
-        for param, state in dict(*args, **values).items():
-            self[param] = state
-
     def _all(self) -> None:
         """All keys are read; each must be a parameter's."""
         self.is_whole = True
@@ -111,17 +100,9 @@ class States(defaultdict):
         self._all()
         return super().__iter__()
 
-    def keys(self) -> Any:
-        self._all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._all()
-        return super().items()
+    # By the methods of this class, which a dict's own pass by.
+    setdefault, update = State.setdefault, MutableMapping.update
+    keys, values, items = Mapping.keys, Mapping.values, Mapping.items
 
     def _refuse(self, key: Any) -> NoReturn:
         what = f"a {type(key).__name__}" if id(key) not in self._members else "a parameter, but no dict"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from stepgraph import compat
+from stepgraph.capture.python.values import equal
 from stepgraph.capture.recorder import is_user_file
 
 
@@ -104,7 +105,7 @@ class Tape:
         values: list[Any] = []
         for place, entry in enumerate(self.entries):
             if entry.is_decision:
-                if not alike(values[entry.args[0].place], entry.expected):
+                if not equal(values[entry.args[0].place], entry.expected):
                     return None
                 values.append(None)
             elif entry.function is None:
@@ -121,15 +122,6 @@ def _filled(args: Any, values: list[Any]) -> Any:
     return tuple(
         values[arg.place] if type(arg) is Ref else _filled(arg, values) if type(arg) is tuple else arg for arg in args
     )
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two values of the host are of one type and one value, the sign of zero included."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
-    return bool(a == b)
 
 
 def hash_of(text: str) -> str:

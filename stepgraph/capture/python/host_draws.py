@@ -90,8 +90,10 @@ class Draws:
             for k in range(microbatches):
                 known, results = reads.values(self.known, leaves, k, microbatches), []
 
-                def read(ref: int, results: list = results, known: list = known) -> Any:
-                    return (results if type(ref) is _Place else known)[ref]
+                def read(value: Any, results: list = results, known: list = known) -> Any:
+                    if type(value) in (_Place, _Known):
+                        return (results if type(value) is _Place else known)[value]
+                    return _copied(value)
 
                 for function, args, kwargs, form in self.calls:
                     given = _mapped((args, kwargs), read)
@@ -116,15 +118,16 @@ def _check(captured: tuple, now: tuple) -> None:
         )
 
 
-def _mapped(value: Any, read: Callable[[Any], Any]) -> Any:
-    """``value`` with its `_Place` and `_Known` read; arrays and containers are copies, which a call may change."""
-    if type(value) in (_Place, _Known):
-        return read(value)
-    if isinstance(value, np.ndarray):
-        return value.copy()
+def _mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """What ``leaf`` gives for each value in the lists, tuples and dicts of ``value``."""
     if type(value) in (list, tuple):
-        return type(value)(_mapped(item, read) for item in value)
-    return {key: _mapped(item, read) for key, item in value.items()} if type(value) is dict else value
+        return type(value)(_mapped(item, leaf) for item in value)
+    return {key: _mapped(item, leaf) for key, item in value.items()} if type(value) is dict else leaf(value)
+
+
+def _copied(value: Any) -> Any:
+    """An array as a copy, which a call may change."""
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class Recording:
@@ -257,7 +260,7 @@ class Recording:
     def _called(self, function: Callable, args: tuple, kwargs: dict[str, Any], device: Any = None) -> Any:
         if self._refuses() or self._random.moved() or not self._is_plain((args, kwargs)):
             self.refuse()
-        given = self._now((args, kwargs))
+        given = _mapped((args, kwargs), self._now)
         generator = torch.get_rng_state()
         self._inside = True
         try:
@@ -269,7 +272,7 @@ class Recording:
             torch.set_rng_state(generator)
             self.refuse()
         self._random.accept()
-        self.draws.calls.append((function, *self._recorded((args, kwargs)), _form(result)))
+        self.draws.calls.append((function, *_mapped((args, kwargs), self._recorded), _form(result)))
         return self._wrapped(_Place(len(self.draws.calls) - 1), result, device)
 
     def _wrapped(self, place: _Place, result: Any, device: Any = None) -> Any:
@@ -292,11 +295,7 @@ class Recording:
     def _now(self, value: Any) -> Any:
         if type(value) is Drawn:
             return object.__getattribute__(value, "_now")
-        if isinstance(value, Tensor):
-            return self._known.value_of(value)
-        if type(value) in (list, tuple):
-            return type(value)(map(self._now, value))
-        return {key: self._now(item) for key, item in value.items()} if type(value) is dict else value
+        return self._known.value_of(value) if isinstance(value, Tensor) else value
 
     def _recorded(self, value: Any) -> Any:
         if type(value) is Drawn:
@@ -304,11 +303,7 @@ class Recording:
         if isinstance(value, Tensor):
             self.draws.known.append(self._known.kept_for_host(value))
             return _Known(len(self.draws.known) - 1)
-        if isinstance(value, np.ndarray):
-            return value.copy()
-        if type(value) in (list, tuple):
-            return type(value)(map(self._recorded, value))
-        return {key: self._recorded(item) for key, item in value.items()} if type(value) is dict else value
+        return _copied(value)
 
     def refuse(self) -> Any:
         """What is drawn does more than to enter as a tensor: the trace is to be begun again without recording."""

@@ -32,9 +32,10 @@ from torch import fx
 from stepgraph.costs import links
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import Timeline, assumed_seconds, assumed_timeline
-from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.collectives import WAIT, group_of, halves, operator_of, stage_of
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.collectives import WAIT, halves, operator_of, stage_of
 from stepgraph.graph.facts import is_mutating, is_overload, is_pure, is_random
+from stepgraph.graph.order import dependencies
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
@@ -54,37 +55,7 @@ def reorder(
     ``seconds``: of nodes that compute. ``travels``: of nodes that begin collectives to overlap with computation;
     each has one wait.
     """
-    return _List(window, dependencies(window, aliases), seconds, travels).run()
-
-
-def dependencies(window: Sequence[fx.Node], aliases: Aliases) -> dict[fx.Node, set[fx.Node]]:
-    """For each node the nodes of ``window`` that must run before it."""
-    inside = set(window)
-    before: dict[fx.Node, set[fx.Node]] = {}
-    wrote: dict[fx.Node, fx.Node] = {}  # by storage: its last writer
-    read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by storage: its readers since
-    effect = None  # the last node with an effect beyond tensors
-    turn: dict[tuple, fx.Node] = {}  # the last to begin, and to end, an exchange of each kind and group
-    for node in window:
-        inputs = list(node.all_input_nodes)
-        if node.target is WAIT:  # what a collective reads may be written once it is there, not before
-            inputs += inputs[0].all_input_nodes
-        found = {n for n in node.all_input_nodes if n in inside}
-        for root in {aliases.root(n) for n in inputs}:
-            found |= {wrote[root]} if root in wrote else set()
-            read[root].append(node)
-        for root in {aliases.root(n) for n in written_arguments(node)} if is_mutating(node) else ():
-            found.update(read.pop(root, ()))
-            wrote[root] = node
-        if _has_effect(node):
-            found |= {effect} if effect else set()
-            effect = node
-        if (communicates := operator_of(node)) and communicates.exchange:  # what begins first ends first
-            key = node.target, group_of(node)
-            found |= {turn[key]} if key in turn else set()
-            turn[key] = node
-        before[node] = found - {node}
-    return before
+    return _List(window, dependencies(window, aliases, _has_effect), seconds, travels).run()
 
 
 def _has_effect(node: fx.Node) -> bool:

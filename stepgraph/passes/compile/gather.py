@@ -14,9 +14,8 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.facts import is_mutating, is_pointwise, is_pure, is_random, is_view
+from stepgraph.graph.order import dependencies
 from stepgraph.inductor.regional import KEY, Piece, Region, region_of
-
-_EFFECTS = "effects"
 
 
 def gather(graph: fx.Graph) -> tuple[list[Piece], list[str]]:
@@ -80,6 +79,7 @@ class _Order:
         self.nodes = list(graph.nodes)
         self.position = dict(self.aliases.position)
         self.block: dict[fx.Node, list[fx.Node]] = {}
+        self.needed = dependencies(self.nodes, self.aliases, _has_effect)
 
     def gather(self, nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Bring together the ``nodes`` that wait for none of the others through a node outside: (they, the rest).
@@ -89,26 +89,28 @@ class _Order:
         wanted = set(nodes)
         first, last = (choose(self.position[n] for n in nodes) for choose in (min, max))
         before: list[fx.Node] = []
-        gathered, behind = _Moved(self), _Moved(self)
-        rest: list[fx.Node] = []
+        gathered, behind, rest = [], [], []
+        here, late = set(), set()  # the nodes of the first two
         i = first
         while i <= last:
             unit = self.block.get(self.nodes[i], [self.nodes[i]])
             i += len(unit)
-            if unit[0] in wanted:
-                late = behind.holds_up(unit)
-                (behind if late else gathered).add(unit)
-                rest += unit if late else []
-            elif gathered.holds_up(unit) or behind.holds_up(unit):
-                behind.add(unit)
+            waits = set().union(*(self.needed[node] for node in unit))
+            if unit[0] in wanted and late.isdisjoint(waits):
+                gathered += unit
+                here.update(unit)
+            elif unit[0] in wanted or not (here.isdisjoint(waits) and late.isdisjoint(waits)):
+                behind += unit
+                late.update(unit)
+                rest += unit if unit[0] in wanted else []
             else:
                 before += unit
-        self.nodes[first : last + 1] = [*before, *gathered.nodes, *behind.nodes]
+        self.nodes[first : last + 1] = [*before, *gathered, *behind]
         for i in range(first, last + 1):
             self.position[self.nodes[i]] = i
-        for node in gathered.nodes:
-            self.block[node] = gathered.nodes
-        return gathered.nodes, rest
+        for node in gathered:
+            self.block[node] = gathered
+        return gathered, rest
 
     def apply(self) -> None:
         """Put the graph's nodes into this order."""
@@ -117,39 +119,5 @@ class _Order:
                 previous.append(node)
 
 
-class _Moved:
-    """Nodes that go after others, and whether a node must stay after them."""
-
-    def __init__(self, order: _Order):
-        self.aliases = order.aliases
-        self.nodes: list[fx.Node] = []
-        self._members: set[fx.Node] = set()
-        self._touched: set[fx.Node | str] = set()
-        self._written: set[fx.Node | str] = set()
-
-    def add(self, nodes: Sequence[fx.Node]) -> None:
-        for node in nodes:
-            touched, written = self._accesses(node)
-            self._touched |= touched
-            self._written |= written
-        self.nodes += nodes
-        self._members.update(nodes)
-
-    def holds_up(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether one of ``nodes`` waits for one of these."""
-        for node in nodes:
-            if not self._members.isdisjoint(node.all_input_nodes):
-                return True
-            touched, written = self._accesses(node)
-            if not (self._written.isdisjoint(touched) and self._touched.isdisjoint(written)):
-                return True
-        return False
-
-    def _accesses(self, node: fx.Node) -> tuple[set[fx.Node | str], set[fx.Node | str]]:
-        """Storages that are written somewhere in the graph: the ones that ``node`` touches and the ones it writes."""
-        roots = {self.aliases.root(n) for n in (node, *node.all_input_nodes)}
-        touched = {root for root in roots if self.aliases.writes.get(root)}
-        written = {self.aliases.root(n) for n in written_arguments(node)} if is_mutating(node) else set()
-        if node.op == "call_function" and (is_random(node) or not (is_pure(node) or is_mutating(node))):
-            written = written | {_EFFECTS}
-        return touched | written, written
+def _has_effect(node: fx.Node) -> bool:
+    return node.op == "call_function" and (is_random(node) or not (is_pure(node) or is_mutating(node)))
