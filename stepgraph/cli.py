@@ -188,7 +188,7 @@ def _dispatch(arguments: list[str]) -> int:
             print(", ".join(f"{name} {version or '(not installed)'}" for name, version in package_versions().items()))
             return 0
         case "train":
-            from stepgraph.train.faults.orphan import end_with_launcher
+            from stepgraph.train.launch import end_with_launcher
 
             end_with_launcher()
             if nproc:

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.model.results import ratios
-from stepgraph.bench.model.table import model_section, model_title, model_where, summary
+from stepgraph.bench.model.table import model_section, model_title, model_where, ratios, summary
 from stepgraph.bench.norm.table import norm_section
 from stepgraph.bench.results import kind_of, read
 from stepgraph.bench.rows import Row

@@ -3,7 +3,7 @@
 With one part computation waits while tokens travel to experts and back, but for shared experts. With more, one part
 travels while another is computed; products have fewer rows and read the weights again, and gradients of weights are
 added up. Links and multiprocessors are taken as two resources that each do one thing at a time, in the order of
-`stepgraph.parallel.expert_chunks`; routing as balanced. Times are those of `ASSUMED`, so all ranks and a forecast
+`stepgraph.parallel.experts`; routing as balanced. Times are those of `ASSUMED`, so all ranks and a forecast
 choose the same.
 """
 

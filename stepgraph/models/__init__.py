@@ -8,8 +8,7 @@ from stepgraph.models.deepseek_v3.deepseek_v3 import (
     deepseek_v3_debug,
 )
 from stepgraph.models.families import FAMILIES, config_from_hf, family_named, family_of
-from stepgraph.models.family import Family, HuggingFace, Piece
-from stepgraph.models.flops import flops_per_token, num_params
+from stepgraph.models.family import Family, HuggingFace, Piece, flops_per_token, num_params
 from stepgraph.models.golf.golf import Golf, GolfConfig, golf
 from stepgraph.models.llama3.llama3 import (
     Llama3,
@@ -21,6 +20,6 @@ from stepgraph.models.llama3.llama3 import (
     llama3_debug,
 )
 from stepgraph.models.loss import added_losses, next_token_loss
-from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.moe.router import MoEConfig
 from stepgraph.models.qwen3_moe.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, qwen3_30b_a3b
 from stepgraph.models.rope import RopeScaling, YarnScaling

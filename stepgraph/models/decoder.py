@@ -22,6 +22,13 @@ PLAN = {
     "norm": "sequence_gather",
     "head": "columns",
 }
+#: The same of a dense block: path in the block -> style.
+SWIGLU_PLAN = {
+    "mlp_norm": "sequence_gather",
+    "mlp.gate_proj": "columns",
+    "mlp.up_proj": "columns",
+    "mlp.down_proj": "rows",
+}
 
 
 class Attention(nn.Module):
@@ -80,6 +87,22 @@ class Attention(nn.Module):
         else:
             y = self.context.attend(attention, q, k, v, mask, self.scale)
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))``.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+
+    def __init__(self, dim: int, ffn_dim: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, ffn_dim, bias=False)
+        self.up_proj = nn.Linear(dim, ffn_dim, bias=False)
+        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # (..., D) -> (..., D)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

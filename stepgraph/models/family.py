@@ -6,7 +6,7 @@ A new family is a folder here with its record, its place in `families.FAMILIES`,
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,11 +37,10 @@ class HuggingFace:
     """A family's checkpoints in the Hugging Face format. Its module has ``init_buffers`` for what they do not hold.
 
     ``title``: the model's name, for people. ``model_types``: theirs, in ``config.json``. ``name``: our tensor's name ->
-    theirs. ``pieces``: name and shape of one of ours -> the tensors that it is in a checkpoint; None: one, called
-    ``name``. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model.
-    ``write_config``: configuration and dtype -> their ``config.json``; raises ``ValueError`` for a model that the
-    format cannot express. ``free``: fields of the configuration that weights do not depend on, fields of a
-    configuration in it as ``moe.balance_rate``.
+    theirs. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model. ``write_config``:
+    configuration and dtype -> their ``config.json``; raises ``ValueError`` for a model that the format cannot express.
+    ``free``: fields of the configuration that weights do not depend on, fields of a configuration in it as
+    ``moe.balance_rate``.
     """
 
     title: str
@@ -50,7 +49,6 @@ class HuggingFace:
     write_config: Callable[[Any, torch.dtype], dict[str, Any]]
     model_types: tuple[str, ...]
     free: tuple[str, ...] = ()
-    pieces: Callable[[str, Sequence[int]], list[Piece]] | None = None
 
     def tied(self, config: Any) -> tuple[str, str] | None:
         """Our (head, embedding) where the model ties the two, else None: some checkpoints hold the head all the
@@ -58,8 +56,21 @@ class HuggingFace:
         return ("head.weight", "embed.weight") if config.tie_embeddings else None
 
     def pieces_of(self, name: str, shape: Sequence[int]) -> list[Piece]:
-        """The tensors of a checkpoint that make up our tensor ``name``."""
-        return whole_piece(self.name(name), shape) if self.pieces is None else self.pieces(name, shape)
+        """The tensors of a checkpoint that make up our tensor ``name``: one, but for experts, which ours stack. Of
+        ``experts.gate_up_proj.weight`` (E, 2 F, D) they are ``experts.0.gate_proj.weight`` (F, D),
+        ``experts.0.up_proj.weight``, ``experts.1.gate_proj.weight`` and so on."""
+        before, experts, product = self.name(name).partition(".experts.")
+        if not experts:
+            return whole_piece(self.name(name), shape)
+        n_experts, rows, width = shape
+        parts = {product: (0, rows)}
+        if product == "gate_up_proj.weight":
+            parts = {"gate_proj.weight": (0, rows // 2), "up_proj.weight": (rows // 2, rows)}
+        return [
+            Piece(f"{before}.experts.{e}.{part}", ((e, e + 1), span, (0, width)), stacked=True)
+            for e in range(n_experts)
+            for part, span in parts.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -80,3 +91,39 @@ class Family:
     tp_sizes: tuple[str, ...]
     longest: Callable[[Any], int | None] = lambda config: None
     hugging_face: HuggingFace | None = None
+
+
+class CountableConfig(Protocol):
+    """The part of a model configuration that its FLOP count needs."""
+
+    @property
+    def n_layers(self) -> int: ...
+
+    @property
+    def score_flops(self) -> int: ...
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int: ...
+
+
+def num_params(model: nn.Module) -> int:
+    """Number of parameters of ``model``, each tied one counted once; ``model`` may be on the meta device."""
+    return sum(param.numel() for param in model.parameters())
+
+
+def flops_per_token(config: CountableConfig, seq_len: int) -> int:
+    """Training FLOPs (forward and backward) per token at sequences of ``seq_len``: ``6 N + 6 n_layers H (d_qk + d_v)
+    seq_len``.
+
+    ``N`` counts every parameter that multiplies a token: the output head is in, an embedding table that is only looked
+    up is out, and a tied table is in once, as the head; of routed experts as many as a token goes to, the shared ones
+    and the router. In the attention term ``H`` heads multiply queries with keys of ``d_qk`` elements and scores with
+    values of ``d_v`` (in latent attention they differ), with ``d_qk = d_v = dim / H`` ``12 n_layers dim seq_len``. It
+    counts the full ``seq_len x seq_len`` scores, although a causal kernel may skip half of them. Recomputed activations
+    do not count.
+
+    Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
+    """
+    if seq_len < 1:
+        raise ValueError(f"seq_len={seq_len} is not positive; give a value above 0")
+    active = config.num_params(lookup_table=False, active=True)
+    return 6 * active + 6 * config.n_layers * config.score_flops * seq_len

@@ -12,14 +12,20 @@ from stepgraph.errors import unknown_name
 from stepgraph.models.moe.decoder import MoEDecoder
 from stepgraph.models.moe.router import Router
 from stepgraph.parallel.context import ContextForm, share_sequences
-from stepgraph.parallel.expert_chunks import chunk_experts
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
-from stepgraph.parallel.experts import ExpertExchange, exchange_over, expert_paths, expert_splits
+from stepgraph.parallel.experts import (
+    ExpertExchange,
+    chunk_experts,
+    exchange_over,
+    exchanged,
+    expert_paths,
+    expert_splits,
+    is_routed,
+)
 from stepgraph.parallel.fsdp import layouts, parametrize
 from stepgraph.parallel.layout import Layout, fsdp_dim, split_sizes
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
-from stepgraph.parallel.routed_experts import exchanged, is_routed
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 #: How tokens travel to experts, by the name that options use.
@@ -45,7 +51,7 @@ def parallelize(
 
     Afterwards each parameter is a DTensor that holds this rank's shard and keeps its dtype; optimizers work on shards.
     A model on the meta device gets uninitialized shards on ``device`` and never exists whole; its buffers are
-    allocated there too (see `stepgraph.parallel.init` for the weights). A model with values keeps them: every rank
+    allocated there too (see `stepgraph.parallel.fsdp` for the weights). A model with values keeps them: every rank
     must hold the same ones.
 
     Args:
@@ -57,7 +63,7 @@ def parallelize(
         expert_capacity: with ``ep``, the rows that a rank has room to send to another at first, as a multiple of those
             under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
         expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one after the other: one
-            travels while another is computed (see `stepgraph.parallel.expert_chunks`).
+            travels while another is computed (see `stepgraph.parallel.experts`).
         expert_exchange: with ``ep``, how tokens travel: by torch's ``collectives``, or within a machine over
             ``symmetric`` memory (see `stepgraph.parallel.expert_symmetric`).
         context: with ``cp``, how attention sees the tokens of all ranks: ``ulysses`` (ranks exchange tokens for heads),

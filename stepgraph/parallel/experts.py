@@ -8,14 +8,24 @@ larger parts is left out and repeated with them (see `stepgraph.capture.guard`):
 are in the order of ranks, then of tokens: the order of one rank that has the whole batch.
 
 A layer of experts is a module with the submodule ``experts``, whose parameters have one row for each of ``n_experts``
-in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.layer`), which is replaced; or the experts
-of a model of transformers (see `stepgraph.parallel.routed_experts`).
+in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.layer`), which is replaced; or the experts of a
+model of transformers, whose modules stay as they are: a block calls ``experts(hidden_states, top_k_index,
+top_k_weights)``, and ``experts`` holds all weights as ``gate_up_proj`` (or ``up_proj`` where nothing gates) and
+``down_proj``, with one row for each of ``num_experts``. Its own forward, a permutation and grouped products, becomes
+an exchange over ``ep``, products of the experts that are here, and the exchange back.
+
+Tokens may travel in chunks: while one travels, the experts compute another. As the program is written nothing overlaps,
+and the pass `overlap_experts` moves it so. A token's result does not depend on the chunk that it is in, but for the
+rounding of products of fewer rows; gradients of the experts' weights are sums over the chunks. Weights are gathered
+once.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +33,11 @@ from torch import nn
 
 from stepgraph.capture import guard as conditions
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
-from stepgraph.models.moe.layer import Exchange
+from stepgraph.models.moe.layer import Exchange, grouped_product
 from stepgraph.parallel.all_to_all import AllToAll, swap
+from stepgraph.parallel.fsdp import gathered_once, own_layouts, parametrize
 from stepgraph.parallel.mesh import Axes, MeshSpec
-from stepgraph.parallel.routed_experts import check_routed, is_routed
+from stepgraph.regions import region
 
 
 class Capacity:
@@ -183,3 +194,87 @@ def exchange_over(model: nn.Module, exchange: Callable[[Capacity], ExpertExchang
     capacity = Capacity(multiple)
     for layer in expert_layers(model):
         layer.owner.exchange = exchange(capacity)
+
+
+_CALLED_WITH = ["self", "hidden_states", "top_k_index", "top_k_weights"]
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether ``module`` holds experts and is called with tokens and their choice of experts."""
+    if not hasattr(module, "num_experts") or "down_proj" not in module._parameters:
+        return False
+    return "exchange" in vars(module) or list(inspect.signature(type(module).forward).parameters) == _CALLED_WITH
+
+
+def check_routed(path: str, module: nn.Module) -> None:
+    """``ValueError`` for experts whose forward is more than gated products."""
+    for name in ("has_bias", "has_post_expert_norm"):
+        if getattr(module, name, False):
+            raise ValueError(
+                f"{path} ({type(module).__name__}) has {name[4:]} for each expert, which ep does not compute; drop ep"
+            )
+
+
+def exchanged(
+    module: nn.Module, base: Callable, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """``x`` (N, D), ``chosen`` (N, K) int64, ``weights`` (N, K) -> (N, D): what ``base`` gives where all experts are
+    here."""
+    with region("dispatch"):
+        rows, offsets, state = module.exchange.dispatch(x, chosen, module.num_experts)
+    with region("compute"):
+        if isinstance(rows, tuple):  # in chunks
+            with gathered_once(module):
+                rows = tuple(_products(module, *part) for part in zip(rows, offsets, strict=True))
+        else:
+            rows = _products(module, rows, offsets)
+    with region("combine"):
+        return module.exchange.combine(rows, weights.float(), state).to(x.dtype)
+
+
+def _products(module: nn.Module, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # (R, D) -> (R, D)
+    gated = "gate_up_proj" in module._parameters
+    rows = _linear(module, rows, module.gate_up_proj if gated else module.up_proj, offsets)
+    rows = module._apply_gate(rows) if gated else module.act_fn(rows)
+    return _linear(module, rows, module.down_proj, offsets)
+
+
+def _linear(module: nn.Module, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return grouped_product(rows, weight if module.is_transposed else weight.mT, offsets)
+
+
+Parts = tuple[torch.Tensor, ...]
+
+
+class ChunkedExchange:
+    """``whole`` for each of ``chunks`` parts of the tokens. What the experts get and give is a tuple of parts."""
+
+    def __init__(self, whole: ExpertExchange, chunks: int):
+        self.whole, self.chunks, self.capacity = whole, chunks, whole.capacity
+
+    def dispatch(self, x: torch.Tensor, chosen: torch.Tensor, n_experts: int) -> tuple[Parts, Parts, tuple[Any, ...]]:
+        """`ExpertExchange.dispatch` of each part of ``x`` (N, D) and ``chosen`` (N, K): rows, ends and states."""
+        parts = zip(x.chunk(self.chunks), chosen.chunk(self.chunks), strict=True)
+        rows, offsets, states = zip(*(self.whole.dispatch(*part, n_experts) for part in parts), strict=True)
+        return rows, offsets, states
+
+    def combine(self, rows: Parts, weights: torch.Tensor, state: tuple[Any, ...]) -> torch.Tensor:
+        """`ExpertExchange.combine` of each part, together (N, D)."""
+        parts = zip(rows, weights.chunk(self.chunks), state, strict=True)
+        return torch.cat([self.whole.combine(*part) for part in parts])
+
+
+def chunk_experts(model: nn.Module, chunks: int) -> None:
+    """The layers of experts of ``model``, which is parallel, take their tokens in ``chunks`` parts."""
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"expert_chunks={chunks} must be 1 or more: 2 computes one half while the other travels")
+    if chunks > 1:
+        for layer in expert_layers(model):
+            layer.owner.exchange = ChunkedExchange(layer.owner.exchange, chunks)
+            if not layer.routed:
+                parametrize(layer.experts, own_layouts(layer.experts), _each_part)
+
+
+def _each_part(experts: nn.Module, forward: Callable, rows: Parts, offsets: Parts) -> Parts:
+    with gathered_once(experts):
+        return tuple(map(forward, rows, offsets))

@@ -9,7 +9,8 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial, partialmethod
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from stepgraph.models.init import Part, whole_part
 from stepgraph.parallel.layout import Layout
+from stepgraph.parallel.pipeline.layout import Pipeline
 
 _LAYOUTS = "_stepgraph_layouts"
 _HELD = "_stepgraph_held"  # gathered parameters by name, inside `gathered_once`
@@ -185,3 +188,50 @@ def whole_tensor(value: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         return value
     laid_out = layout is not None and value.placements == layout.at_rest()
     return (layout.without_padding(value) if laid_out else value).full_tensor()
+
+
+def local_parts(model: nn.Module) -> dict[str, Part]:
+    """What this rank holds of each parameter, by name, for ``model.init_weights(seed, local_parts(model))``: all of a
+    plain model's."""
+    found = layouts(model)
+    if not found:
+        return {name: whole_part(param.detach()) for name, param in model.named_parameters()}
+    return {
+        name: Part(found[name].own(param.detach().to_local()), found[name].shape, found[name].region)
+        for name, param in model.named_parameters()
+    }
+
+
+@torch.no_grad()
+def round_to(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round the stored parameters to the values that ``dtype`` has: what a model held in ``dtype`` starts from."""
+    for param in model.parameters():
+        local = param.to_local()
+        local.copy_(local.to(dtype))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``layouts``: where each parameter lies, by name. ``pipeline``: the model's stages; None where each rank runs the
+    whole model."""
+
+    layouts: Mapping[str, Layout]
+    pipeline: Pipeline | None = None
+
+
+def placement_of(model: nn.Module) -> Placement | None:
+    """The placement that `parallelize` gave ``model``, or the model that it is a copy of; None for a plain model.
+
+    Raises ``ValueError`` for a module that holds a model in a pipeline, or for a part of one: stages are cut by the
+    names of the model's parameters.
+    """
+    found = layouts(model)
+    if not found:
+        return None
+    pipeline = next(iter(found.values())).pipeline
+    if pipeline is not None and not pipeline.readers.keys() <= found.keys():
+        raise ValueError(
+            "the model holds one in a pipeline, or is a part of it, and stages are cut by the names of that one's "
+            "parameters: give the model that was given to parallelize"
+        )
+    return Placement(found, pipeline)

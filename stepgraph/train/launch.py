@@ -10,19 +10,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from stepgraph.errors import end_process
 from stepgraph.run.watch.signals import stopping
-from stepgraph.train.faults.orphan import LAUNCHER
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Seconds between two polls of the ranks.
-_POLL_S = 0.1
+#: Names the launcher's process to the ranks that ``--nproc`` starts.
+LAUNCHER = "STEPGRAPH_LAUNCHER"
+
+#: Seconds between two polls of the ranks, and of a rank for its launcher.
+_POLL_S, _LAUNCHER_POLL_S = 0.1, 1.0
 
 #: Seconds from SIGTERM to SIGKILL.
 _GRACE_S = 30.0
@@ -146,3 +150,21 @@ def _passed_on(ranks: list[subprocess.Popen]) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+def end_with_launcher() -> None:
+    """From now on, in a rank that ``--nproc`` or torchrun started, a thread ends this process within 2 s of its
+    launcher's end, with status 1. It needs no answer of the main thread, which may be inside a collective. A launcher
+    that was killed with -9 can neither end its ranks nor start others: they would train on next to the run that is
+    resumed, or wait for its store forever."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+    threading.Thread(target=_wait_for_end, args=(launcher,), name="orphan", daemon=True).start()
+
+
+def _wait_for_end(launcher: int) -> None:
+    while os.getppid() == launcher:  # the kernel gives an orphan another parent
+        time.sleep(_LAUNCHER_POLL_S)
+    who = f"rank {os.environ['RANK']} (pid {os.getpid()})"
+    end_process(1, f"error: {who}: its launcher (pid {launcher}) is gone; the run continues with --resume")

@@ -25,7 +25,6 @@ from stepgraph.train.data import (
     Loader,
     MixedLoader,
     PackedLoader,
-    Part,
     default_folder,
     open_data,
     open_validation,
@@ -130,7 +129,6 @@ def open_batches(
     if mesh is not None:
         sizes |= {"rank": mesh.dp_place, "world_size": mesh.spec.dp}
     sets = open_validation(config.val_data, config.fields) if config.val_data else data.parts
-    sets = sets or (Part(data.source, "", 1.0),)
     require_one_kind([data.source, *(part.source for part in sets)])
     validation = [
         ValidationSet(p.name, p.share, validation_batches(p.source, data.tokenizer, n=config.val_batches, **sizes))
@@ -138,7 +136,7 @@ def open_batches(
     ]
     sizes["batch_size"] *= config.accumulate
     sizes |= {"seed": config.seed, "cache": config.data_cache or default_folder()}
-    if data.parts:
+    if len(data.parts) > 1:
         return MixedLoader(list(data.parts), data.tokenizer, **sizes), validation
     return PackedLoader(data.source, data.tokenizer, **sizes), validation
 

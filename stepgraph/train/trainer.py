@@ -17,9 +17,15 @@ import stepgraph
 from stepgraph import parallel, passes
 from stepgraph.capture.python.metrics import reported
 from stepgraph.config import build
-from stepgraph.config.device import device_name, device_of, device_peak, is_out_of_memory, peak_mem_gib
+from stepgraph.config.device import (
+    device_name,
+    device_of,
+    device_peak,
+    is_out_of_memory,
+    keep_freed_memory,
+    peak_mem_gib,
+)
 from stepgraph.config.environment import environment
-from stepgraph.config.host_memory import keep_freed_memory
 from stepgraph.config.train import PLAIN_STEP, TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.errors import INTERRUPTED
@@ -45,10 +51,9 @@ from stepgraph.train.records.progress import Progress
 from stepgraph.train.records.tracker import Wandb, package
 from stepgraph.train.sample import Samples
 from stepgraph.train.saving import Saving
-from stepgraph.train.traces.memory import MemorySnapshot
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import FILE as TRACE
-from stepgraph.train.traces.profile import StepProfile
+from stepgraph.train.traces.profile import MemorySnapshot, StepProfile
 from stepgraph.train.validation import Validation
 from stepgraph.train.verify import NotExactError, verify_step
 
@@ -132,7 +137,8 @@ class Run:
         self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
         self.unigram = None if config.loss == "dpo" else self.ranks.first(data.unigram_entropy)
-        self.loader.tokens.start(self.say)  # from here on, only its thread reads the source
+        for cache in self.loader.caches:
+            cache.start(self.say)  # from here on, only its thread reads the source
         with Waiting(self.say, "tokenizing all documents, to count the rows of an epoch"):
             self.config, epochs = start.with_steps_of_epochs(config, self.loader)
         config = self.config
@@ -181,7 +187,7 @@ class Run:
         self.say(start.options_lines(config, resumed=config.resume is not None))
         entropy = "" if self.unigram is None else f"; unigram entropy {self.unigram:.4f} nats"
         self.say(f"data {data.description}{entropy}")
-        self.say(f"tokens: {self.loader.tokens.describe()}")
+        self.say(f"tokens: {'; '.join(cache.describe() for cache in self.loader.caches)}")
         if epochs:
             self.say(epochs)
         self.say(start.model_line(config, self.params))
@@ -282,7 +288,8 @@ class Run:
                 self.captured = None  # and with it what the graph holds
                 error = memory_advice(failure, self.config, self._spec)
         finally:
-            parts = [self.watch.ends, self.loader.tokens.close, *([] if lost else [self.saving.finish])]
+            closes = [cache.close for cache in self.loader.caches]
+            parts = [self.watch.ends, *closes, *([] if lost else [self.saving.finish])]
             for part in (*parts, partial(close, self, status, error)):
                 with self.failures.noted(Exception):
                     part()
@@ -519,7 +526,7 @@ class Run:
 
     def _check_data(self) -> None:
         """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""
-        if self.speaks and not self.rewritten and self.loader.tokens.rewritten():
+        if self.speaks and not self.rewritten and any(cache.rewritten() for cache in self.loader.caches):
             self.rewritten = True
             self.say(f"warning: {self.config.data} was written to since the run began: without a copy of the "
                      "old data it cannot be resumed")  # fmt: skip

@@ -7,8 +7,7 @@ import torch
 from stepgraph.config import build
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.expert_chunks import Layer, choose
-from stepgraph.parallel.expert_chunks import ChunkedExchange
-from stepgraph.parallel.experts import expert_layers
+from stepgraph.parallel.experts import ChunkedExchange, expert_layers
 from stepgraph.train.start import mesh_line
 from tests.distributed.ranks import in_fake_world, make_mesh
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph.config.hf_weights import load_hf, save_hf
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, RopeScaling
-from stepgraph.models.llama3.family import config_from_hf
+from stepgraph.models.llama3.llama3 import LLAMA3
 
 SMALL = Llama3Config(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=64, rope_theta=500_000.0
@@ -91,7 +91,7 @@ def sharded(tmp_path: Path) -> Path:
 def test_reads_what_transformers_wrote(tmp_path, variant, shards):
     hf = hf_model(**HF_VARIANTS[variant])
     hf.save_pretrained(tmp_path, **({"max_shard_size": shards} if shards else {}))
-    config = config_from_hf(tmp_path)
+    config = LLAMA3.hugging_face.read_config(tmp_path)
     assert config == VARIANTS[variant]
     model = Llama3(config)
     load_hf(model, tmp_path)
@@ -115,7 +115,7 @@ def test_transformers_reads_what_we_wrote(tmp_path, variant, max_shard_bytes):
 def test_round_trip_is_bitwise(tmp_path, variant):
     model, again = Llama3(VARIANTS[variant]), Llama3(VARIANTS[variant])
     save_hf(model, tmp_path, max_shard_bytes=100_000)
-    assert config_from_hf(tmp_path) == model.config
+    assert LLAMA3.hugging_face.read_config(tmp_path) == model.config
     load_hf(again, tmp_path)
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -156,12 +156,12 @@ def test_the_older_config_form_is_read(checkpoint):
     raw.pop("rope_parameters", None)
     scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     path.write_text(json.dumps(raw | {"rope_theta": 500_000.0, "rope_scaling": scaling}))
-    assert config_from_hf(checkpoint) == replace(SMALL, rope_scaling=SCALING)
+    assert LLAMA3.hugging_face.read_config(checkpoint) == replace(SMALL, rope_scaling=SCALING)
     path.write_text(json.dumps(raw | {"rope_theta": 500_000.0, "rope_parameters": {"rope_type": "default"}}))
-    assert config_from_hf(checkpoint).rope_theta == 500_000.0  # both, as transformers reads them
+    assert LLAMA3.hugging_face.read_config(checkpoint).rope_theta == 500_000.0  # both, as transformers reads them
     assert LlamaConfig.from_pretrained(checkpoint).rope_parameters["rope_theta"] == 500_000.0
     path.write_text(json.dumps(raw | {"rope_theta": 500_000.0, "rope_scaling": None}))
-    assert config_from_hf(checkpoint) == SMALL
+    assert LLAMA3.hugging_face.read_config(checkpoint) == SMALL
 
 
 def test_a_longer_max_seq_len_is_not_another_model(checkpoint):
@@ -325,14 +325,14 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, change, parts):
 def test_a_config_that_is_not_llama3_is_refused(checkpoint, change, part):
     edit_json(checkpoint / "config.json", lambda raw: raw.update(change))
     with pytest.raises(ValueError) as error:
-        config_from_hf(checkpoint)
+        LLAMA3.hugging_face.read_config(checkpoint)
     assert part in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_config_without_a_field_or_a_folder_without_config_is_refused(checkpoint, tmp_path):
     edit_json(checkpoint / "config.json", lambda raw: raw.pop("num_hidden_layers"))
     with pytest.raises(ValueError, match=r"config\.json lacks 'num_hidden_layers'; give the config\.json of a Llama 3"):
-        config_from_hf(checkpoint)
+        LLAMA3.hugging_face.read_config(checkpoint)
     (checkpoint / "config.json").unlink()
     refused(Llama3(SMALL), checkpoint, "config.json is missing")
     (checkpoint / "config.json").mkdir()

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource, sys, torch
-from stepgraph.config.host_memory import keep_freed_memory
+from stepgraph.config.device import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 

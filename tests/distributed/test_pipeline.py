@@ -21,7 +21,7 @@ from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.passes import configured
 from stepgraph.run.spans import Waits
-from stepgraph.train.pipelined_loss import PipelinedLoss
+from stepgraph.train.validation import PipelinedLoss
 from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
 from tests.models.moe_models import DEEPSEEK
 

@@ -17,7 +17,7 @@ from stepgraph.graph.values import Ratio
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.experts import capacity_of
-from stepgraph.train.pipelined_loss import PipelinedLoss
+from stepgraph.train.validation import PipelinedLoss
 from tests.distributed.ranks import global_batch, in_fake_world, make_mesh, on_ranks, own_batch
 from tests.distributed.test_pipeline import CLIP, EXPERTS, alone_model, pipelined
 

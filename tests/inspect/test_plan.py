@@ -14,7 +14,7 @@ from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast.command import show
 from stepgraph.inspect.forecast.forecast import forecast, model_flops
 from stepgraph.inspect.forecast.tables import new_console, new_table
-from stepgraph.models.swiglu import SwiGLU
+from stepgraph.models.decoder import SwiGLU
 from stepgraph.regions import region
 from tests.distributed.ranks import TINY
 

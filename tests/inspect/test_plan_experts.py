@@ -10,10 +10,9 @@ from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS, GROUPED_REACHED
 from stepgraph.inspect.account.account import account_of
-from stepgraph.inspect.forecast.command import show
+from stepgraph.inspect.forecast.command import show, show_pipeline
 from stepgraph.inspect.forecast.forecast import forecast
 from stepgraph.inspect.forecast.pipeline import forecast_pipeline, simulated_stage
-from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
 from tests.models.moe_models import DEEPSEEK
 
 #: One layer with experts, 16 of which a token chooses 2, on 4 ranks with 4 each.

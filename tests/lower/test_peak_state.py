@@ -17,7 +17,7 @@ from stepgraph.costs.memory import peak_bytes
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.host_copies import on_host
 from stepgraph.graph.values import OptimizerState
-from stepgraph.inspect.forecast.peak import time_over_peak
+from stepgraph.inspect.forecast.tables import time_over_peak
 from stepgraph.lower import StepSpec, copied, peak, rewrite, trace
 from stepgraph.passes import StepOptions, Target
 from stepgraph.passes.optimizer.offload import state_sizes

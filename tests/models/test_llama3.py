@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph import models
 from stepgraph.models import Llama3, Llama3Config, RopeScaling, num_params
-from stepgraph.models.llama3.family import hf_name
+from stepgraph.models.llama3.llama3 import LLAMA3
 from stepgraph.models.rope import rope_frequencies, rope_tables
 
 SMALL = Llama3Config(
@@ -66,7 +66,7 @@ def pair(config: Llama3Config) -> tuple[Llama3, LlamaForCausalLM]:
     theirs = dict(hf.named_parameters())
     with torch.no_grad():
         for name, param in ours.named_parameters():
-            param.copy_(theirs.pop(hf_name(name)))
+            param.copy_(theirs.pop(LLAMA3.hugging_face.name(name)))
     assert not theirs, "every Hugging Face parameter has its place in ours"
     return ours, hf
 
@@ -88,7 +88,7 @@ def test_logits_and_gradients_match_hugging_face(variant):
     expected.square().mean().backward()
     theirs = dict(hf.named_parameters())
     for name, param in ours.named_parameters():
-        grad = theirs[hf_name(name)].grad
+        grad = theirs[LLAMA3.hugging_face.name(name)].grad
         torch.testing.assert_close(param.grad, grad, rtol=1e-5, atol=2e-5 * grad.abs().max().item(), msg=name)
 
 

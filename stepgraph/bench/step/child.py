@@ -24,8 +24,7 @@ from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.results import finite
 from stepgraph.bench.step.providers import PROVIDERS
 from stepgraph.config.build import build_model
-from stepgraph.config.device import peak_mem_gib
-from stepgraph.config.host_memory import keep_freed_memory
+from stepgraph.config.device import keep_freed_memory, peak_mem_gib
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
 

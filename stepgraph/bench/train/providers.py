@@ -21,7 +21,7 @@ from stepgraph.bench.progress import phase
 from stepgraph.bench.train.titan import job as titan
 from stepgraph.bench.train.titan import trainer as titan_trainer
 from stepgraph.config import build
-from stepgraph.config.host_memory import keep_freed_memory
+from stepgraph.config.device import keep_freed_memory
 from stepgraph.config.train import TrainConfig
 from stepgraph.models.moe.router import Router
 

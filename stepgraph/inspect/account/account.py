@@ -18,8 +18,8 @@ from stepgraph.graph.step_graph import Call, Kind, StepGraph, graph_name
 from stepgraph.inspect.account.graph import PHASES, WORK, graph_account
 from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import SETTINGS, model_flops
-from stepgraph.inspect.forecast.peak import time_over_peak
 from stepgraph.inspect.forecast.pipeline import StageCost
+from stepgraph.inspect.forecast.tables import time_over_peak
 from stepgraph.passes import PASSES, PassReport
 
 #: Version of the account's format. A page of another version is not read.

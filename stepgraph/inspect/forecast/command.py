@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,13 +15,20 @@ from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.memory import KINDS
-from stepgraph.costs.timeline import Collective, Timeline
+from stepgraph.costs.timeline import Collective
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.forecast.forecast import Forecast, check_imbalance, forecast, with_microbatches
-from stepgraph.inspect.forecast.peak import offload_text, peak_table
-from stepgraph.inspect.forecast.pipeline import forecast_pipeline
-from stepgraph.inspect.forecast.pipeline_tables import show_pipeline
-from stepgraph.inspect.forecast.tables import assumed_rates, new_console, new_table, size_text, time_text
+from stepgraph.inspect.forecast.pipeline import PipelineForecast, ScheduleForecast, forecast_pipeline
+from stepgraph.inspect.forecast.tables import (
+    assumed_rates,
+    new_console,
+    new_table,
+    offload_text,
+    peak_table,
+    size_text,
+    time_text,
+)
+from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
 from stepgraph.passes import Target
 from stepgraph.passes.waiting import Waiting
 
@@ -96,7 +103,11 @@ def show(result: Forecast, console: Console) -> None:
         console.print(offloaded + "\n")
     console.print(_collective_table(timeline.collectives))
     if any(region for region, _ in timeline.regions):
-        console.print(_region_table(timeline))
+        sums: dict[tuple[str, str], list[float]] = {key: [s, 0.0, 0.0] for key, s in timeline.regions.items()}
+        for c in timeline.collectives:
+            found = sums.setdefault((c.region, c.phase), [0.0] * 3)
+            found[1], found[2] = found[1] + c.seconds, found[2] + c.exposed_seconds
+        console.print(_region_table("time of a rank by region", ["computation", "communication", "exposed"], sums))
     console.print(
         f"step {time_text(timeline.step_seconds)}: computation {time_text(timeline.compute_seconds)}, "
         f"exposed communication {time_text(timeline.exposed_seconds)} "
@@ -137,12 +148,71 @@ def _collective_table(collectives: Iterable[Collective]) -> Table:
     return table
 
 
-def _region_table(timeline: Timeline) -> Table:
-    table = new_table("time of a rank by region", ["region", "phase"], ["computation", "communication", "exposed"])
-    found: dict[tuple[str, str], list[float]] = {key: [s, 0.0, 0.0] for key, s in timeline.regions.items()}
-    for c in timeline.collectives:
-        sums = found.setdefault((c.region, c.phase), [0.0] * 3)
-        sums[1], sums[2] = sums[1] + c.seconds, sums[2] + c.exposed_seconds
-    for (region, phase), sums in sorted(found.items(), key=lambda item: item[0][0] == ""):
-        table.add_row(region or "elsewhere", phase, *(time_text(seconds) if seconds else "" for seconds in sums))
+def _region_table(title: str, columns: Sequence[str], sums: Mapping[tuple[str, str], Sequence[float]]) -> Table:
+    """``sums``: the seconds of the columns, by region and phase."""
+    table = new_table(title, ["region", "phase"], columns)
+    for (region, phase), found in sorted(sums.items(), key=lambda item: item[0][0] == ""):
+        table.add_row(region or "elsewhere", phase, *(time_text(seconds) if seconds else "" for seconds in found))
+    return table
+
+
+def show_pipeline(result: PipelineForecast, console: Console) -> None:
+    """Print the forecast: the run's stages, and the schedules side by side."""
+    config, gpu, chosen = result.config, result.gpu, result.schedules[result.chosen]
+    console.print(result.title)
+    console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
+    console.print(_stage_table(result, chosen))
+    if any(region for stage in chosen.stages for region, _ in stage.regions):
+        slowest = max(chosen.stages, key=lambda stage: stage.seconds["forward"] + stage.seconds["backward"])
+        columns = [f"stage {chosen.stages.index(slowest)}, the slowest"]
+        sums = {key: [seconds] for key, seconds in slowest.regions.items()}
+        console.print(_region_table("computation of a microbatch by region", columns, sums))
+    console.print(_schedule_table(result))
+    for name, reason in result.refused.items():
+        console.print(f"{name} is left out: {reason}")
+    best, tokens = result.best, config.tokens_per_step / result.best.step_s
+    console.print(
+        f"{'best' if result.fits(best) else 'none fits; the fastest'}: --pipeline {best.name}, "
+        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} per GPU, "
+        f"MFU {result.mfu_of(best.step_s):.1%}"
+    )
+    console.print(assumed_rates(gpu))
+
+
+def _stage_table(result: PipelineForecast, chosen: ScheduleForecast) -> Table:
+    schedule = SCHEDULES[chosen.name]
+    halves = ["between halves"] if schedule.halves else []
+    columns = ["blocks", "forward", "backward", "state", "kept", *halves, "in flight", "sends"]
+    table = new_table(f"stages of {chosen.name}: time and kept bytes per microbatch", ["stage", "rank"], columns)
+    for number, stage in enumerate(chosen.stages):
+        first, end = stage.blocks
+        table.add_row(
+            str(number),
+            str(rank_of(schedule, result.config.mesh_spec.pp, number)),
+            f"{first} to {end - 1}" if end - first > 1 else str(first),
+            time_text(stage.seconds["forward"]),
+            time_text(stage.seconds["backward"]),
+            size_text(stage.state),
+            size_text(stage.kept),
+            *([size_text(stage.between)] if schedule.halves else []),
+            str(chosen.time.most_in_flight(number)),
+            size_text(stage.message) if stage.message else "",
+        )
+    return table
+
+
+def _schedule_table(result: PipelineForecast) -> Table:
+    columns = ["step", "bubble", "exposed sends", "fullest rank"]
+    table = new_table("schedules", ["schedule", ""], columns)
+    for name, found in result.schedules.items():
+        notes = ["this run's"] if name == result.chosen else []
+        notes += [] if result.fits(found) else ["does not fit"]
+        table.add_row(
+            name,
+            ", ".join(notes),
+            time_text(found.step_s),
+            f"{found.time.bubble:.1%}",
+            time_text(found.exposed_s),
+            size_text(max(found.ranks)),
+        )
     return table

@@ -24,7 +24,7 @@ from stepgraph.costs.memory import Moment
 from stepgraph.costs.step import graph_cost, step_cost
 from stepgraph.costs.timeline import Timeline
 from stepgraph.graph.program import StepProgram
-from stepgraph.inspect.forecast.peak import time_over_peak
+from stepgraph.inspect.forecast.tables import time_over_peak
 from stepgraph.lower import StepSpec, lower
 from stepgraph.models import family_of, flops_per_token
 from stepgraph.options import names

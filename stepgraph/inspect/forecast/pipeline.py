@@ -35,9 +35,8 @@ from stepgraph.inspect.forecast.forecast import (
     with_room,
 )
 from stepgraph.lower import copied, rewrite, rewrite_graph, trace
-from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, even_starts
-from stepgraph.parallel.pipeline.messages import calls_of
+from stepgraph.parallel.pipeline.messages import calls_of, places_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, with_once, work_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, most_in_flight, simulate_schedule
 from stepgraph.passes import Target

@@ -13,9 +13,9 @@ place is free: no result lies in memory that a later message overwrites. After a
 CUDA graph that recorded one may run again and again.
 
 No schedule can end in a deadlock. A receive waits for one send alone, as it does over NCCL. A send waits until a former
-message has left its place, and a box has enough places (see `stepgraph.parallel.pipeline.boxes`) that the sender knows
-this already by a message that it got since: the wait adds no new reason to wait within a step. For the first messages
-of a step it is for the receives of the step before, which wait for nothing of this one.
+message has left its place, and a box has enough places (see `places_of` in `stepgraph.parallel.pipeline.messages`)
+that the sender knows this already by a message that it got since: the wait adds no new reason to wait within a step.
+For the first messages of a step it is for the receives of the step before, which wait for nothing of this one.
 
 On a CPU messages go point to point over the group, gloo's, tagged with their box.
 """

@@ -6,6 +6,7 @@ layout of the weights. Multi-token prediction is left out.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,14 @@ from torch import nn
 from stepgraph.models.cache import LayerCache
 from stepgraph.models.checks import check_positive
 from stepgraph.models.context import Context
-from stepgraph.models.decoder import Block
+from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, SwiGLU
 from stepgraph.models.documents import attend_within
-from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.decoder import MoEDecoder
+from stepgraph.models.family import Family
+from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
+from stepgraph.models.moe.decoder import EXPERTS_PLAN, FREE, MoEDecoder
 from stepgraph.models.moe.layer import MoE
+from stepgraph.models.moe.router import MoEConfig
 from stepgraph.models.rope import YarnScaling, apply_rope_interleaved
-from stepgraph.models.swiglu import SwiGLU
 
 #: Eps of the norms of the latents, in the checkpoints whatever the others' is.
 LATENT_EPS = 1e-6
@@ -244,3 +246,113 @@ def deepseek_v3_671b() -> DeepSeekV3Config:
         max_seq_len=163_840,
         rope_scaling=YarnScaling(factor=40.0),
     )
+
+
+# Their key -> our field, where the value is the same.
+_SAME = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_PLAIN = {"first_k_dense_replace": "n_dense_layers", "intermediate_size": "ffn_dim"} | {name: name for name in _SAME}
+_PLAIN_MOE = {
+    "n_routed_experts": "n_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "ffn_dim",
+    "n_shared_experts": "n_shared",
+    "routed_scaling_factor": "scale",
+}
+_RENAMED = {
+    "q_a_norm": "q_a_layernorm",
+    "kv_a_proj": "kv_a_proj_with_mqa",
+    "kv_a_norm": "kv_a_layernorm",
+    "router": "gate",
+    "expert_bias": "e_score_correction_bias",
+    "shared": "shared_experts",
+}
+
+
+def _needed(raw: dict[str, Any]) -> dict[str, Any]:
+    second = raw.get("model_type") == "deepseek_v2"
+    kind, scoring = ("deepseek_v2", "softmax") if second else ("deepseek_v3", "sigmoid")
+    return {"model_type": kind, "moe_layer_freq": 1, "scoring_func": scoring, "rope_interleave": True}
+
+
+def _from_hf(raw: dict[str, Any]) -> dict[str, Any]:
+    second = raw["model_type"] == "deepseek_v2"
+    grouped = not second or raw.get("topk_method", "greedy") != "greedy"
+    moe = MoEConfig(
+        **{field: raw[key] for key, field in _PLAIN_MOE.items()},
+        scoring="softmax" if second else "sigmoid",
+        normalize=not second and raw["norm_topk_prob"],
+        n_groups=raw["n_group"] if grouped else 1,
+        top_groups=raw["topk_group"] if grouped else 1,
+        selection_bias=not second,
+    )
+    return {"moe": moe, **rope_from_hf(raw, "yarn", partial(yarn_from_hf, scales_scores=True))}
+
+
+def _to_hf(config: DeepSeekV3Config) -> dict[str, Any]:
+    moe = config.moe
+    second = moe.scoring == "softmax"
+    if moe.selection_bias == second or (second and moe.normalize) or not moe.n_shared:
+        raise ValueError(
+            f"Hugging Face has no form for scoring={moe.scoring!r} with selection_bias={moe.selection_bias}, "
+            f"normalize={moe.normalize} and n_shared={moe.n_shared}: DeepSeek-V3 is 'sigmoid' with selection_bias, "
+            "DeepSeek-V2 'softmax' without it and without normalize, both with shared experts; give one of these"
+        )
+    kind = "deepseek_v2" if second else "deepseek_v3"
+    return {
+        "architectures": [f"Deepseek{kind[-2:].upper()}ForCausalLM"],
+        "model_type": kind,
+        **{key: getattr(moe, field) for key, field in _PLAIN_MOE.items()},
+        "n_group": moe.n_groups,
+        "topk_group": moe.top_groups,
+        "topk_method": ("group_limited_greedy" if moe.n_groups > 1 else "greedy") if second else "noaux_tc",
+        "scoring_func": moe.scoring,
+        "norm_topk_prob": moe.normalize,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+        "num_key_value_heads": config.n_heads,
+        "rope_interleave": True,
+        "rope_scaling": yarn_to_hf(config.rope_scaling, scales_scores=True),
+    }
+
+
+def tp_plan(config: DeepSeekV3Config) -> dict[str, str]:
+    """Module -> style. Where queries are compressed, what is gathered over the sequence is the latents, a third of the
+    residual stream's width; else the normalized residual stream."""
+    compressed = config.q_lora_rank is not None
+    dense = {f"layers.{i}.{path}": how for i in range(config.n_dense_layers) for path, how in SWIGLU_PLAN.items()}
+    shared = {f"layers.*.mlp.shared.{part}_proj": "sequence" for part in ("gate", "up", "down")}
+    return {
+        **PLAN,
+        "layers.*.attn_norm": "sequence" if compressed else "sequence_gather",
+        "layers.*.attn.q_a_proj": "sequence_gather",
+        "layers.*.attn.q_a_norm": "sequence",
+        "layers.*.attn.q_b_proj": "columns",
+        "layers.*.attn.kv_a_proj": "sequence_gather" if compressed else "sequence",
+        "layers.*.attn.kv_a_norm": "sequence",
+        "layers.*.attn.kv_b_proj": "columns",
+        **dense,
+        "layers.*.mlp_norm": "sequence",
+        **EXPERTS_PLAN,
+        **(shared if config.moe.n_shared else {}),
+    }
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    DeepSeekV3Config,
+    DeepSeekV3,
+    tp_plan,
+    ("n_heads", "ffn_dim", "vocab_size"),
+    longest=lambda config: config.max_seq_len,
+    hugging_face=decoder_format(
+        "DeepSeek-V3",
+        DeepSeekV3Config,
+        *("deepseek_v3", "deepseek_v2"),
+        plain=_PLAIN,
+        renamed=_RENAMED,
+        needed=_needed,
+        read=_from_hf,
+        write=_to_hf,
+        free=FREE,
+    ),
+)

@@ -4,22 +4,16 @@ Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaF
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.decoder import PLAN, Attention, Block, Decoder
+from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Attention, Block, Decoder, SwiGLU
+from stepgraph.models.family import Family
+from stepgraph.models.hf_decoder import decoder_format, rope_from_hf
 from stepgraph.models.rope import RopeScaling
-from stepgraph.models.swiglu import SwiGLU
 
 #: The tensor-parallel plan: module -> style.
-TP_PLAN = PLAN | {
-    "layers.*.mlp_norm": "sequence_gather",
-    "layers.*.mlp.gate_proj": "columns",
-    "layers.*.mlp.up_proj": "columns",
-    "layers.*.mlp.down_proj": "rows",
-}
-
-#: Fields of the configuration that the number of tensor-parallel ranks must divide.
-TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+TP_PLAN = PLAN | {f"layers.*.{path}": style for path, style in SWIGLU_PLAN.items()}
 
 
 @dataclass(frozen=True)
@@ -132,3 +126,54 @@ def _llama31(dim: int, n_layers: int, n_heads: int, ffn_dim: int) -> Llama3Confi
         max_seq_len=131_072,
         rope_scaling=RopeScaling(factor=8.0),
     )
+
+
+# Their key -> our field.
+_ROPE = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+_ROPE |= {"original_max_position_embeddings": "original_max_seq_len"}
+
+
+def _from_hf(raw: dict[str, Any]) -> dict[str, Any]:
+    rope = rope_from_hf(raw, "llama3", lambda rope: RopeScaling(**{field: rope[key] for key, field in _ROPE.items()}))
+    return {"n_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"], **rope}
+
+
+def _check_heads(raw: dict[str, Any], config: Llama3Config) -> None:
+    if raw.get("head_dim") not in (None, config.head_dim):
+        raise ValueError(
+            f"head_dim={raw['head_dim']} is not hidden_size / num_attention_heads = {config.head_dim}; "
+            "give a Llama 3 checkpoint"
+        )
+
+
+def _to_hf(config: Llama3Config) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "mlp_bias": False,
+        "rope_scaling": scaling and {"rope_type": "llama3", **{key: getattr(scaling, f) for key, f in _ROPE.items()}},
+    }
+
+
+LLAMA3 = Family(
+    "llama3",
+    Llama3Config,
+    Llama3,
+    lambda config: TP_PLAN,
+    ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"),
+    longest=lambda config: config.max_seq_len,
+    hugging_face=decoder_format(
+        "Llama 3",
+        Llama3Config,
+        "llama",
+        plain={"intermediate_size": "ffn_dim"},
+        renamed={},
+        needed=lambda raw: {"model_type": "llama", "mlp_bias": False},
+        read=_from_hf,
+        write=_to_hf,
+        check=_check_heads,
+    ),
+)

@@ -10,6 +10,12 @@ from stepgraph.models.decoder import Decoder
 from stepgraph.models.moe.router import Router, alone
 from stepgraph.models.rope import YarnScaling
 
+#: The part of a tensor-parallel plan that experts are, module -> style: to experts, tensor-parallel ranks are
+#: data-parallel ones, and each brings its part of the sequence.
+EXPERTS_PLAN = {"layers.*.mlp.router": "sequence", "layers.*.mlp.experts.*": "sequence"}
+#: Fields of the configuration that weights do not depend on.
+FREE = ("max_seq_len", "moe.balance_rate", "moe.balance_loss")
+
 
 class MoEDecoder(Decoder):
     """A `Decoder` with experts.

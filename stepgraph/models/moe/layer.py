@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph.kernels.moe import combine_rows, gather_rows, grouped_mm, sort_by_expert
-from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.router import Router
-from stepgraph.models.swiglu import SwiGLU
+from stepgraph.models.decoder import SwiGLU
+from stepgraph.models.moe.router import MoEConfig, Router
 from stepgraph.regions import region
 
 

@@ -6,14 +6,17 @@ the weights. Every block has experts, none is shared.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.decoder import Attention, Block
-from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.decoder import MoEDecoder
+from stepgraph.models.decoder import PLAN, Attention, Block
+from stepgraph.models.family import Family
+from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
+from stepgraph.models.moe.decoder import EXPERTS_PLAN, FREE, MoEDecoder
 from stepgraph.models.moe.layer import MoE
+from stepgraph.models.moe.router import MoEConfig
 from stepgraph.models.rope import YarnScaling
 
 
@@ -86,3 +89,61 @@ def qwen3_30b_a3b() -> Qwen3MoEConfig:
         vocab_size=151_936,
         max_seq_len=40_960,
     )
+
+
+# Their key -> our field, where the value is the same.
+_PLAIN_MOE = {
+    "num_experts": "n_experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "ffn_dim",
+    "norm_topk_prob": "normalize",
+}
+_NEEDED = {"model_type": "qwen3_moe", "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _from_hf(raw: dict[str, Any]) -> dict[str, Any]:
+    if "num_local_experts" in raw:  # transformers 5's name of it
+        raw = {"num_experts": raw["num_local_experts"]} | raw
+    moe = MoEConfig(**{field: raw[key] for key, field in _PLAIN_MOE.items()})
+    return {"moe": moe, **rope_from_hf(raw, "yarn", partial(yarn_from_hf, scales_scores=False))}
+
+
+def _to_hf(config: Qwen3MoEConfig) -> dict[str, Any]:
+    moe = config.moe
+    balance = {"balance_rate": moe.balance_rate, "balance_loss": moe.balance_loss}
+    if moe != MoEConfig(moe.n_experts, moe.top_k, moe.ffn_dim, normalize=moe.normalize, **balance):
+        raise ValueError(
+            f"Hugging Face's Qwen3-MoE has no form for {moe}: its router has softmax scores without groups, scale and "
+            "selection_bias, and no shared experts; drop them"
+        )
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **_NEEDED,
+        **{key: getattr(moe, field) for key, field in _PLAIN_MOE.items()},
+        "intermediate_size": moe.top_k * moe.ffn_dim,  # of dense blocks, of which there are none
+        "rope_scaling": yarn_to_hf(config.rope_scaling, scales_scores=False),
+    }
+
+
+#: The tensor-parallel plan: module -> style.
+TP_PLAN = PLAN | EXPERTS_PLAN | {"layers.*.attn.[qk]_norm": "sequence", "layers.*.mlp_norm": "sequence"}
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    Qwen3MoEConfig,
+    Qwen3MoE,
+    lambda config: TP_PLAN,
+    ("n_heads", "n_kv_heads", "vocab_size"),
+    longest=lambda config: config.max_seq_len,
+    hugging_face=decoder_format(
+        "Qwen3-MoE",
+        Qwen3MoEConfig,
+        "qwen3_moe",
+        plain={"num_key_value_heads": "n_kv_heads", "head_dim": "head_dim"},
+        renamed={"router": "gate"},
+        needed=lambda raw: _NEEDED,
+        read=_from_hf,
+        write=_to_hf,
+        free=FREE,
+    ),
+)

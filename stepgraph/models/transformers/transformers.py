@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.models.family import Family, HuggingFace, Piece
-from stepgraph.models.flops import num_params
+from stepgraph.models.family import Family, HuggingFace, Piece, num_params
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.transformers.pieces import cast, pieces_of, without_weights
 

@@ -15,9 +15,8 @@ from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import Call, InputSpec, Kind, StepGraph, graph_name
 from stepgraph.graph.values import Loss, Output, Parameter, TotalLoss, Value
 from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
-from stepgraph.parallel.pipeline.boxes import places_of
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
-from stepgraph.parallel.pipeline.messages import Channel, calls_of
+from stepgraph.parallel.pipeline.messages import Channel, calls_of, places_of
 from stepgraph.parallel.pipeline.schedules import with_once, work_of
 from stepgraph.parallel.pipeline.timeline import most_in_flight
 

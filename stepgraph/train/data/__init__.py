@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from stepgraph.train.data.chat import ChatTokenizer, PairTokenizer
 from stepgraph.train.data.formats import open_source
 from stepgraph.train.data.loader import Batch, PackedLoader, entropy, unigram, validation_batches
-from stepgraph.train.data.mixture import MixedLoader, describe_mixture
+from stepgraph.train.data.mixture import MixedLoader
 from stepgraph.train.data.several import Part, open_parts, open_validation, require_one_kind
 from stepgraph.train.data.sources import Corpus, Source
 from stepgraph.train.data.token_cache import default_folder
@@ -16,18 +16,21 @@ Loader = PackedLoader | MixedLoader
 
 @dataclass(frozen=True)
 class DataBundle:
-    """An opened source, its tokenizer, and a one-line description of how much text there is."""
+    """Opened sources, of which a mixture has several, their tokenizer, and a one-line description of how much text
+    there is."""
 
-    source: Corpus
+    parts: tuple[Part, ...]
     tokenizer: Tokenizer
     description: str
-    parts: tuple[Part, ...] = ()
-    """The parts of a mixture, the first of which is ``source``; empty without one."""
+
+    @property
+    def source(self) -> Corpus:
+        """The first source; all hold the same kind of documents."""
+        return self.parts[0].source
 
     def unigram_entropy(self) -> float:
         """The entropy of the tokens' frequencies in the data, in nats; a mixture's parts count by their shares."""
-        parts = self.parts or (Part(self.source, "", 1.0),)
-        return entropy(sum(part.share * unigram(part.source, self.tokenizer) for part in parts))
+        return entropy(sum(part.share * unigram(part.source, self.tokenizer) for part in self.parts))
 
 
 def open_data(
@@ -48,6 +51,6 @@ def open_data(
             )
         opened = ChatTokenizer(tokenizer, row) if not source.pairs else PairTokenizer(tokenizer, row and row // 2)
     require_one_kind([part.source for part in parts])
-    if len(parts) == 1:
-        return DataBundle(source, opened, source.describe())
-    return DataBundle(source, opened, describe_mixture(parts), tuple(parts))
+    shares = [f"{part.share:.1%} " if len(parts) > 1 else "" for part in parts]
+    told = "; ".join(share + part.source.describe() for share, part in zip(shares, parts, strict=True))
+    return DataBundle(tuple(parts), opened, told)

@@ -52,6 +52,7 @@ class PackedLoader:
     ):
         documents = source.order(source.documents("train"), 0, 0)
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
+        self.caches = [self.tokens]
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size
         self._name = source.name
         self._seed, self._positions, self._source = seed, positions, source

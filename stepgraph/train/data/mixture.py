@@ -1,14 +1,11 @@
 """Batches whose rows come from several sources, each with its share."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stepgraph.train.data.loader import Batch, PackedLoader, to_batch
 from stepgraph.train.data.several import Part
-from stepgraph.train.data.token_cache import TokenCache
 from stepgraph.train.data.tokenizer import Tokenizer
 
 
@@ -19,7 +16,7 @@ class MixedLoader:
     the first of equals. So after any number of rows each part has its share to within a row, the order depends on
     shares and seed alone, and it continues at any row on any number of ranks. Each part has epochs of its own.
 
-    Args: as of `PackedLoader`.
+    ``options``: others of `PackedLoader`.
     """
 
     def __init__(
@@ -28,23 +25,15 @@ class MixedLoader:
         tokenizer: Tokenizer,
         *,
         batch_size: int,
-        seq_len: int,
-        seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        cache: Path | None = None,
-        positions: bool = False,
+        **options: Any,
     ):
         self._parts, self._batch_size, self._rank, self._world_size = parts, batch_size, rank, world_size
         self._shares = np.array([part.share for part in parts])
-        self._loaders = [
-            PackedLoader(
-                part.source, tokenizer, batch_size=1, seq_len=seq_len, seed=seed, cache=cache, positions=positions
-            )
-            for part in parts
-        ]
+        self._loaders = [PackedLoader(part.source, tokenizer, batch_size=1, **options) for part in parts]
         self._counts = np.zeros(len(parts), dtype=np.int64)  # rows that each part has given
-        self.tokens = Caches([loader.tokens for loader in self._loaders])
+        self.caches = [loader.tokens for loader in self._loaders]
 
     @property
     def epoch(self) -> int:
@@ -106,36 +95,6 @@ class MixedLoader:
             except ValueError as error:
                 raise ValueError(f"{part.name}: {error}") from error
         self._counts = np.array(state["counts"], dtype=np.int64)
-
-
-class Caches:
-    """The token caches of a mixture as one."""
-
-    def __init__(self, caches: list[TokenCache]):
-        self._caches = caches
-
-    def start(self, say: Callable[[str], None] | None = None) -> None:
-        """Start each part, as `TokenCache.start` does."""
-        for cache in self._caches:
-            cache.start(say)
-
-    def close(self) -> None:
-        """End the threads; what they wrote stays."""
-        for cache in self._caches:
-            cache.close()
-
-    def rewritten(self) -> bool:
-        """Whether the files of any part were written to, or removed, since."""
-        return any(cache.rewritten() for cache in self._caches)
-
-    def describe(self) -> str:
-        """How much is there, for people."""
-        return "; ".join(cache.describe() for cache in self._caches)
-
-
-def describe_mixture(parts: list[Part]) -> str:
-    """One line for people: each part, its share and how much there is."""
-    return "; ".join(f"{part.share:.1%} {part.source.describe()}" for part in parts)
 
 
 def _percent(shares: list[float] | np.ndarray) -> str:

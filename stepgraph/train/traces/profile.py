@@ -13,6 +13,7 @@ from torch import fx
 from torch.profiler import ProfilerActivity, record_function
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.config.train import PLAIN_STEP
 from stepgraph.graph.provenance import provenance
 from stepgraph.inductor.regional import nodes_of
@@ -20,6 +21,8 @@ from stepgraph.train.traces.names import Trace, label, labels, measured, renamed
 
 #: The file in a run folder, for ui.perfetto.dev and chrome://tracing.
 FILE = "trace.json.gz"
+#: The file of `MemorySnapshot` in a run folder, for https://pytorch.org/memory_viz.
+SNAPSHOT = "memory_snapshot.pickle"
 
 
 class StepProfile:
@@ -119,3 +122,20 @@ def _ranges(captured: stepgraph.CapturedStep) -> Iterator[None]:
 
         with captured.watched(on_node):
             yield
+
+
+class MemorySnapshot:
+    """``--memory-snapshot``: records allocations from now on. A snapshot holds Python's stack of each, some 100 MB for
+    a large model."""
+
+    def __init__(self, folder: Path):
+        self.path = folder / SNAPSHOT
+        self.recording = True
+        compat.record_memory(True)
+
+    def write(self) -> None:
+        """Write the snapshot and record no more; does nothing the second time."""
+        if self.recording:
+            self.recording = False
+            compat.dump_memory(self.path)
+            compat.record_memory(False)

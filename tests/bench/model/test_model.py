@@ -16,8 +16,7 @@ from stepgraph import bench
 from stepgraph.bench.model import command, models, providers
 from stepgraph.bench.model.models import MODELS, TASKS, TINY, WHOLE
 from stepgraph.bench.model.profile import Kernel, group_of, kind_of, where
-from stepgraph.bench.model.results import ratios
-from stepgraph.bench.model.table import summary, where_line
+from stepgraph.bench.model.table import ratios, summary, where_line
 from stepgraph.bench.rows import Row, geometric_mean
 from stepgraph.config.commands import ModelBench
 from stepgraph.costs.hardware import GPUS, PRODUCTS_REACHED

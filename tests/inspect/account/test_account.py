@@ -8,7 +8,7 @@ from stepgraph.costs.memory import KINDS
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.inspect.account.account import account_of, fullest, peak_of
-from stepgraph.models.swiglu import SwiGLU
+from stepgraph.models.decoder import SwiGLU
 from stepgraph.regions import region
 from tests.inspect.account.accounts import GPU, account, config, graphs, planned
 

@@ -10,8 +10,7 @@ import pytest
 from stepgraph import cli
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of, read_page, write_page
-from stepgraph.inspect.forecast.peak import peak_table
-from stepgraph.inspect.forecast.tables import new_console
+from stepgraph.inspect.forecast.tables import new_console, peak_table
 from tests.inspect.account.accounts import account
 
 VOID = {"meta", "link", "input", "br"}

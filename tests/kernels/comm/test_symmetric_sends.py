@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from stepgraph import compat
 from stepgraph.kernels.comm import exchange, symmetric_sends
 from stepgraph.kernels.comm.point_to_point import sent
-from stepgraph.parallel.pipeline.boxes import places_of
-from stepgraph.parallel.pipeline.messages import calls_of, message_of
+from stepgraph.parallel.pipeline.messages import calls_of, message_of, places_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
 
 NAME, CPU = "a group", torch.device("cpu")

@@ -193,7 +193,8 @@ def test_in_a_mixture_it_gives_its_share(data, tmp_path):
     for _ in range(4):
         assert torch.equal(next(mixed)["tokens"], next(again)["tokens"])
     for one in (mixed, again):
-        one.tokens.close()
+        for cache in one.caches:
+            cache.close()
 
 
 @streamed

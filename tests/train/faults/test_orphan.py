@@ -8,9 +8,9 @@ import pytest
 
 ORPHAN = """
 import os
-from stepgraph.train.faults import orphan
+from stepgraph.train import launch
 os.environ["RANK"] = "x" * int(os.environ["MANY"])
-orphan._wait_for_end(-1)  # no process: the launcher is gone
+launch._wait_for_end(-1)  # no process: the launcher is gone
 """
 
 
