@@ -117,6 +117,21 @@ def read_json(path: Path, loads: Callable[[Any], Any] = json.loads) -> Any:
     return parse(path.read_bytes().decode("utf-8"), loads)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` in one step: a crash leaves the old file or the new one, whole. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # a full disk has room for other files again
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def require_words(name: str, given: object) -> None:
     """Raise ``ValueError`` unless ``given`` is a collection of strings; a string's letters would be its words."""
     if isinstance(given, str):

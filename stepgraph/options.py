@@ -7,7 +7,7 @@ one line. Nothing here imports torch: help and wrong names do not wait for it.
 
 import types
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -347,6 +347,19 @@ def names(*parts: type) -> tuple[str, ...]:
 def values(record: object, *parts: type) -> dict[str, Any]:
     """The options of ``parts`` in ``record``, which is made of them and others."""
     return {name: getattr(record, name) for name in names(*parts)}
+
+
+def differences(one: object, other: object, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Option -> its values in two records of one kind, for the ones that differ; those of a record in them by both
+    names, as ``model.dim``."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for field in fields(one):  # pyrefly: ignore[bad-argument-type]
+        pair = getattr(one, field.name), getattr(other, field.name)
+        if is_dataclass(pair[0]) and type(pair[0]) is type(pair[1]):
+            found |= differences(*pair, f"{prefix}{field.name}.")
+        elif pair[0] != pair[1]:
+            found[prefix + field.name] = pair
+    return found
 
 
 def choices(*parts: type) -> dict[str, tuple[Any, ...]]:

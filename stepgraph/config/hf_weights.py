@@ -5,13 +5,14 @@ each (see `stepgraph.models.Piece`).
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -21,6 +22,7 @@ from stepgraph.models import FAMILIES, HuggingFace, Piece
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.init import Part, whole_part
 from stepgraph.models.transformers.transformers import CausalLM
+from stepgraph.options import differences
 from stepgraph.parallel import layouts, local_parts, whole_state
 from stepgraph.parallel.ranks import Ranks
 
@@ -149,12 +151,12 @@ def save_hf(
     found, parts = layouts(model), _parts(model)
     dtypes = {name: found[name].param_dtype if name in found else part.tensor.dtype for name, part in parts.items()}
     sizes = {name: part.shape.numel() * dtypes[name].itemsize for name, part in parts.items()}
-    shards = _split(sizes, max_shard_bytes)
-    n = len(shards)
-    files = [SINGLE] if n == 1 else [f"model-{i:05}-of-{n:05}.safetensors" for i in range(1, n + 1)]
+    shards = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+    ).filename_to_tensors
     weight_map: dict[str, str] = {}
     config = theirs.write_config(model.config, dtypes["embed.weight"]) | dict(tokens or {})
-    for file, names in zip(files, shards, strict=True):
+    for file, names in shards.items():
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
             whole = found[name].whole(params[name]) if name in found else parts[name].tensor
@@ -249,21 +251,11 @@ def _format_of(model: nn.Module, caller: str) -> HuggingFace:
 
 def _check_same_model(ours: Any, theirs: Any, free: Sequence[str], folder: Path) -> None:
     """Compare what the weights depend on; names and shapes alone would not show another head count or RoPE."""
-    differing = list(_differing(ours, theirs, free))
+    differing = {name: pair for name, pair in differences(ours, theirs).items() if name not in free}
     if differing:
-        found = ", ".join(f"{name} is {there} there and {here} here" for name, here, there in differing)
-        options = ", ".join(f"--model.{name.replace('_', '-')}" for name, _, _ in differing)
+        found = ", ".join(f"{name} is {there} there and {here} here" for name, (here, there) in differing.items())
+        options = ", ".join(f"--model.{name.replace('_', '-')}" for name in differing)
         raise ValueError(f"{folder} holds another model: {found}; build it as it is there ({options})")
-
-
-def _differing(ours: Any, theirs: Any, free: Sequence[str], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """What two configurations differ in, field by field, also of a configuration in them: (name, ours, theirs)."""
-    for field in fields(ours):
-        name, here, there = prefix + field.name, getattr(ours, field.name), getattr(theirs, field.name)
-        if is_dataclass(here) and is_dataclass(there):
-            yield from _differing(here, there, free, f"{name}.")
-        elif name not in free and here != there:
-            yield name, here, there
 
 
 def _read_headers(folder: Path) -> dict[str, _Header]:
@@ -361,16 +353,3 @@ def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: 
 def _some(names: list[str]) -> str:
     """The first name, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _split(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
-    """Names grouped in order, each group at most ``max_bytes`` (or one tensor that is larger)."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, needs in sizes.items():
-        if shards[-1] and size + needs > max_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += needs
-    return shards

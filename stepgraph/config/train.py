@@ -258,17 +258,8 @@ class TrainConfig(
     def changes(self, base: "TrainConfig") -> dict[str, tuple[Any, Any]]:
         """Option -> its value in ``base`` and here, for the ones that differ; a model's as ``model.dim``. Which folder
         the run has is no difference."""
-        found: dict[str, tuple[Any, Any]] = {}
-        for name, value in vars(self).items():
-            before = getattr(base, name)
-            if value == before or name in ("out", "resume", "preset"):
-                continue
-            parts = dataclasses.fields(value) if name == "model" and type(value) is type(before) else ()
-            for part in parts:
-                pair = getattr(before, part.name), getattr(value, part.name)
-                found |= {f"model.{part.name}": pair} if pair[0] != pair[1] else {}
-            found |= {} if parts else {name: (before, value)}
-        return found
+        found = options.differences(base, self)
+        return {name: pair for name, pair in found.items() if name not in ("out", "resume", "preset")}
 
     def to_json(self) -> str:
         """The configuration as a JSON object, paths as they were given; ``model.family`` names the family of models."""

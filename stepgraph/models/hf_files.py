@@ -39,7 +39,5 @@ def downloaded(name: str) -> str:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file aside and give it its name when it is whole."""
-    partial = path.with_name(f"{path.name}.part")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    """Replace a file by one that holds ``value``."""
+    errors.write_text(path, json.dumps(value, indent=2) + "\n")

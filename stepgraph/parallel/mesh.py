@@ -304,9 +304,5 @@ def _device_mesh(device_type: str, sizes: dict[str, int], names: tuple[str, ...]
 
 def _own_group(spec: MeshSpec, name: str, ranks: int, stride: int) -> dist.ProcessGroup:
     """This rank's among the groups of ``ranks`` ranks that are ``stride`` apart. Every rank makes all of them."""
-    found = dist.group.WORLD
-    for first in torch.arange(spec.size).view(-1, ranks, stride).transpose(1, 2).reshape(-1, ranks).tolist():
-        group = dist.new_group(first, group_desc=name)
-        if dist.get_rank() in first:
-            found = group
-    return found
+    every = torch.arange(spec.size).view(-1, ranks, stride).transpose(1, 2).reshape(-1, ranks).tolist()
+    return dist.new_subgroups_by_enumeration(every, group_desc=name)[0]

@@ -13,10 +13,10 @@ from stepgraph.config.commands import ExportOptions
 from stepgraph.config.files import run_config
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.config.train import TrainConfig
+from stepgraph.errors import write_text
 from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.records.files import write_text
 from stepgraph.train.saving import load_trained
 
 #: In the folder of an export that is not done: the run that writes it.

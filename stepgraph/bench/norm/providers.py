@@ -9,8 +9,6 @@ gets ``torch.nn.functional`` of static shapes, after a reset for every shape, on
 CUDA graph as all others.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +19,6 @@ from stepgraph import kernels
 from stepgraph.inductor import fusion_guard, tuned_reductions
 
 Tensor = torch.Tensor
-Function = Callable[..., Tensor]
 
 OPS = ("rms_norm", "layer_norm")
 
@@ -29,8 +26,9 @@ OPS = ("rms_norm", "layer_norm")
 EPS = 1e-6
 
 
-class Provider(ABC):
-    """One norm with its parameters. ``op`` is of `OPS`; ``weight`` and ``bias`` are (N,), no bias for rms_norm."""
+class Provider:
+    """One norm with its parameters: a method for each of `OPS` gives y (M, N) of x (M, N). ``weight`` and ``bias`` are
+    (N,), no bias for rms_norm."""
 
     package: str | None = None
     """What must be importable."""
@@ -42,7 +40,7 @@ class Provider(ABC):
         self.n = weight.numel()
         self.params = [weight] if bias is None else [weight, bias]
         self.weight, self.bias = weight, bias
-        self.function: Function = getattr(self, op)()
+        self.function = getattr(self, op)
 
     def forward(self, x: Tensor) -> Tensor:
         """y (M, N) of x (M, N)."""
@@ -56,33 +54,25 @@ class Provider(ABC):
         """(dx, dw) or (dx, dw, db)."""
         return torch.autograd.grad(saved, (x, *self.params), dy, retain_graph=True)
 
-    @abstractmethod
-    def rms_norm(self) -> Function:
-        """A function of x."""
-
-    @abstractmethod
-    def layer_norm(self) -> Function:
-        """A function of x."""
-
 
 class Ours(Provider):
     """``stepgraph.kernels``."""
 
-    def rms_norm(self) -> Function:
-        return lambda x: kernels.rms_norm(x, self.weight, eps=EPS)
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.weight, eps=EPS)
 
-    def layer_norm(self) -> Function:
-        return lambda x: kernels.layer_norm(x, self.weight, self.bias, eps=EPS)
+    def layer_norm(self, x: Tensor) -> Tensor:
+        return kernels.layer_norm(x, self.weight, self.bias, eps=EPS)
 
 
 class Eager(Provider):
     """``torch.nn.functional``."""
 
-    def rms_norm(self) -> Function:
-        return lambda x: F.rms_norm(x, (self.n,), self.weight, EPS)
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.n,), self.weight, EPS)
 
-    def layer_norm(self) -> Function:
-        return lambda x: F.layer_norm(x, (self.n,), self.weight, self.bias, EPS)
+    def layer_norm(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.n,), self.weight, self.bias, EPS)
 
 
 class Compiled(Eager):
@@ -112,17 +102,16 @@ class Quack(Provider):
     package, needs_cuda = "quack", True
 
     def __init__(self, op: str, weight: Tensor, bias: Tensor | None = None):
-        self.direct = op == "layer_norm"
         super().__init__(op, weight, bias)
+        self.direct, self.quack = op == "layer_norm", import_module("quack.rmsnorm")
+        if self.direct:
+            self.params = [p.detach().float() for p in self.params]
 
-    def rms_norm(self) -> Function:
-        quack = import_module("quack.rmsnorm")
-        return lambda x: quack.rmsnorm(x, self.weight, eps=EPS)
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return self.quack.rmsnorm(x, self.weight, eps=EPS)
 
-    def layer_norm(self) -> Function:
-        self.quack = import_module("quack.rmsnorm")
-        self.params = [p.detach().float() for p in self.params]
-        return lambda x: self.quack.layernorm_fwd(x.detach(), *self.params, EPS, True, True)
+    def layer_norm(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.quack.layernorm_fwd(x.detach(), *self.params, EPS, True, True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)[0] if self.direct else self.function(x)
@@ -138,13 +127,15 @@ class Liger(Provider):
     package, needs_cuda = "liger_kernel", True
     overwrites_dy = True  # RMS norm's default; a copy of its own would cost it a pass
 
-    def rms_norm(self) -> Function:
-        functional = import_module("liger_kernel.transformers.functional")
-        return lambda x: functional.liger_rms_norm(x, self.weight, EPS)
+    def __init__(self, op: str, weight: Tensor, bias: Tensor | None = None):
+        super().__init__(op, weight, bias)
+        self.liger = import_module("liger_kernel.transformers.functional")
 
-    def layer_norm(self) -> Function:
-        functional = import_module("liger_kernel.transformers.functional")
-        return lambda x: functional.liger_layer_norm(x, self.weight, self.bias, EPS)
+    def rms_norm(self, x: Tensor) -> Tensor:
+        return self.liger.liger_rms_norm(x, self.weight, EPS)
+
+    def layer_norm(self, x: Tensor) -> Tensor:
+        return self.liger.liger_layer_norm(x, self.weight, self.bias, EPS)
 
 
 #: Name -> provider. Those whose package is missing are named in the output.

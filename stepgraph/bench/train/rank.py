@@ -30,7 +30,7 @@ from stepgraph.bench.train.providers import PROVIDERS, CapturedTraining, Trainin
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import package_versions
 from stepgraph.config.train import TrainConfig
-from stepgraph.errors import end_process
+from stepgraph.errors import end_process, write_text
 from stepgraph.run.watch.watch import Watch
 
 #: Steps after the first that are not timed: CUDA graphs are recorded by then, and clocks have settled.
@@ -209,9 +209,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, allow_nan=False), encoding="utf-8")
-    temporary.replace(path)  # never read half-written
+    write_text(path, json.dumps(value, allow_nan=False))  # never read half-written
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """The page: one HTML file with an account and the code that draws it. It loads nothing."""
 
-import contextlib
 import html
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+from stepgraph.errors import write_text
 from stepgraph.inspect.account.account import FORMAT
 
 #: The name of the page in a run folder.
@@ -30,15 +30,8 @@ def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -
 
 
 def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] | None = None) -> None:
-    """Write the page to ``path`` atomically: a crash leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_text(page_of(account, difference), encoding="utf-8")
-        temporary.replace(path)
-    except OSError:  # free the space of a full disk
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+    """Write the page to ``path`` in one step."""
+    write_text(path, page_of(account, difference))
 
 
 def read_page(path: Path) -> dict[str, Any]:

@@ -81,13 +81,9 @@ class Pipeline:
     def _tied(self, holders: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of the ranks of this rank's pipeline that hold a parameter; every rank makes the groups of all
         pipelines."""
-        found = None
         pipelines = self.mesh.spec.size // self.ranks
-        for first in range(pipelines):
-            group = dist.new_group([first + place * pipelines for place in holders], group_desc=tied_name(holders))
-            if dist.get_rank() % pipelines == first and self.rank in holders:
-                found = group
-        return found
+        every = [[first + place * pipelines for place in holders] for first in range(pipelines)]
+        return dist.new_subgroups_by_enumeration(every, group_desc=tied_name(holders))[0]
 
     @property
     def stages(self) -> int:

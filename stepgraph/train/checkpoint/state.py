@@ -9,6 +9,7 @@ to create, and existing tensors are filled in place.
 import base64
 import random
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
 from stepgraph.parallel import layouts
+
+T = TypeVar("T")
 
 # Names that torch.compile and activation checkpointing insert; wrapped and plain models share checkpoints.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -130,17 +133,20 @@ def describe_optimizers(
     optimizer: torch.optim.Optimizer | list, names: dict[int, str], trim: Trim
 ) -> tuple[dict | list, dict[str, Tensor]]:
     """`describe_optimizer` of one optimizer, or a list of the layouts of several, which share no parameter."""
-    if not isinstance(optimizer, list):
-        return describe_optimizer(optimizer, names, trim)
-    described = [describe_optimizer(one, names, trim) for one in optimizer]
-    return [layout for layout, _ in described], {k: t for _, tensors in described for k, t in tensors.items()}
+    layouts, tensors = zip(*(describe_optimizer(one, names, trim) for one in _several(optimizer)), strict=True)
+    whole = list(layouts) if isinstance(optimizer, list) else layouts[0]
+    return whole, {name: tensor for some in tensors for name, tensor in some.items()}
+
+
+def _several(given: T | list[T]) -> list[T]:
+    return given if isinstance(given, list) else [given]
 
 
 def plan_optimizers(
     optimizer: torch.optim.Optimizer | list, names: dict[int, str], layout: dict | list, trim: Trim
 ) -> tuple[dict[str, Tensor], Callable[[], None]]:
     """`plan_optimizer` of one optimizer or of several."""
-    here, saved = (given if isinstance(given, list) else [given] for given in (optimizer, layout))
+    here, saved = _several(optimizer), _several(layout)
     if len(here) != len(saved):
         kinds = " and ".join(one["class"] for one in saved)
         raise ValueError(
@@ -185,10 +191,9 @@ def without(layout: dict | list, absent: set[str]) -> dict | list:
 
 def tensors_of_layout(layout: dict | list) -> dict[str, list]:
     """``{name in the checkpoint: [shape, dtype]}`` of the tensors in a saved layout of one optimizer or several."""
-    layouts = layout if isinstance(layout, list) else [layout]
     return {
         _slot_name(name, key): [slot["shape"], slot["dtype"]]
-        for one in layouts
+        for one in _several(layout)
         for name, slots in one["state"].items()
         for key, slot in slots.items()
         if "value" not in slot

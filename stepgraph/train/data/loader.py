@@ -202,14 +202,12 @@ def validation_batches(
             f"the validation split of {source.name} has {total:,} tokens, too few for one batch of "
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
         )
-    starts = [(k * world_size + rank) * size + np.arange(batch_size) * seq_len for k in range(whole)]
-    at = [rows[:, None] + np.arange(seq_len + 1) for rows in starts]  # each (B, T + 1)
-    rows = [tokens[places][:, None] for places in at]
+    starts = ((np.arange(whole) * world_size + rank) * size)[:, None] + np.arange(batch_size) * seq_len
+    places = starts.reshape(-1, 1) + np.arange(seq_len + 1)  # (n B, T + 1)
+    rows = [tokens[places]]
     if positions:
-        begins = begun(stream.begins, 0, len(tokens))
-        found = [positions_in_documents(begins[places]) for places in at]
-        rows = [np.concatenate([one, its[:, None]], axis=1) for one, its in zip(rows, found, strict=True)]
-    batches = [to_batch(one, source) for one in rows]
+        rows.append(positions_in_documents(begun(stream.begins, 0, len(tokens))[places]))
+    batches = [to_batch(some, source) for some in np.split(np.stack(rows, axis=1), whole)]
     if source.chat:  # so that the mean of their losses is that over all targets, or pairs
         name = "pairs_per_row" if source.pairs else "targets_per_row"
         mean = torch.stack([batch[name] for batch in batches]).mean()

@@ -136,6 +136,16 @@ class Source(Corpus):
             self.train, self.val = split_by_hash(mix64(np.arange(count)))
 
 
+class FileSource(Source):
+    """The documents of the file ``path``. ``name``: of the file that it is, or was unpacked from."""
+
+    def __init__(self, path: Path, name: str):
+        self.name, self.size, self._path = name, path.stat().st_size, path
+
+    def stamp(self) -> str:
+        return str(self._path.stat().st_mtime_ns)
+
+
 class Stdlib(Source):
     """The ``*.py`` files of the running Python's own standard library, read in place, sorted by relative path.
 

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from stepgraph.cache import user_cache
+from stepgraph.errors import write_text
 from stepgraph.train.data.sources import Corpus
 from stepgraph.train.data.stream import Text, begun, stream_of
 from stepgraph.train.data.tokenizer import Tokenizer
@@ -264,9 +265,7 @@ class TokenCache:
     def _record(self, place: tuple[int, int], whole: bool, begins: int, stream: Text) -> None:
         content = dict(zip(("documents", "row"), place, strict=True)) | {"tokens": stream.there, "begins": begins}
         content |= {"counts": dict(stream.counts), "whole": whole} | ({"told": stream.told} if stream.told else {})
-        aside = self.folder / "progress.tmp"
-        aside.write_text(json.dumps(content))
-        aside.replace(self.folder / "progress.json")
+        write_text(self.folder / "progress.json", json.dumps(content))
         self._grown.set()
         self._tell()
 

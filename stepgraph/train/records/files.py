@@ -1,13 +1,11 @@
 """The JSON files of a run: strict JSON, and never half written."""
 
-import contextlib
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from stepgraph.errors import parse, read_json, require_file
+from stepgraph.errors import parse, read_json, require_file, write_text
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -43,21 +41,6 @@ def json_line(record: dict[str, Any]) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` in one step: a crash leaves the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:  # a full disk has room for other files again
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def _finite(value: Any) -> Any:

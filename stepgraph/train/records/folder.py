@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stepgraph.config.train import TrainConfig
-from stepgraph.train.records.files import json_line, read_metrics, status_of, write_json, write_text
+from stepgraph.errors import write_text
+from stepgraph.train.records.files import json_line, read_metrics, status_of, write_json
 from stepgraph.train.records.tracker import Wandb
 
 #: The metrics of a run that rewinds, until its first checkpoint.

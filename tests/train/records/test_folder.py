@@ -15,10 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
+from stepgraph.errors import write_text
 from stepgraph.inspect.account.page import write_page
 from stepgraph.train.faults.recoverable import RecoverableErrors
-from stepgraph.train.records import files, folder
-from stepgraph.train.records.files import read_metrics, status_of, write_text
+from stepgraph.train.records import folder
+from stepgraph.train.records.files import read_metrics, status_of
 from stepgraph.train.records.folder import RunFolder, Summary
 
 
@@ -153,7 +154,7 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     def crash(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files.os, "fsync", crash)
+    monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(KeyboardInterrupt):
         folder.write_summary(summary(steps=2))
     folder.close()

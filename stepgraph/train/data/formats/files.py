@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, no_field, optional
-from stepgraph.train.data.sources import Source, describe_sections
+from stepgraph.train.data.sources import FileSource, describe_sections
 from stepgraph.train.data.split import cut_sections
 from stepgraph.train.data.token_cache import default_folder
 
@@ -30,16 +30,15 @@ TEXT_SEPARATOR = b"<|endoftext|>"
 _CONTROL = bytes(range(9)) + bytes(range(14, 32))
 
 
-class TextFile(Source):
+class TextFile(FileSource):
     """A UTF-8 text file. The marker ``<|endoftext|>`` ends a document, as in the files that corpora are published in.
 
     Without that marker the file is one document (blank lines separate paragraphs, not documents), cut by position
-    as in ``Sections``. The file stays on disk; only the document positions are in memory. ``name``: of the file that
-    ``path`` is, or was unpacked from.
+    as in ``Sections``. The file stays on disk; only the document positions are in memory.
     """
 
     def __init__(self, path: Path, name: str):
-        self.name, self.size, self._path = name, path.stat().st_size, path
+        super().__init__(path, name)
         self._file = path.open("rb")
         with mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             _check_utf8(name, text)
@@ -58,9 +57,6 @@ class TextFile(Source):
                 self._starts, self._ends = np.array(spans, dtype=np.int64).T
                 self.split_by_index(len(spans))
 
-    def stamp(self) -> str:
-        return str(self._path.stat().st_mtime_ns)
-
     def read(self, index: int) -> bytes:
         self._file.seek(self._starts[index])
         return self._file.read(self._ends[index] - self._starts[index])
@@ -72,17 +68,18 @@ class TextFile(Source):
         return describe_sections(self) if self._one_document else super().describe()
 
 
-class JsonLines(Source):
+class JsonLines(FileSource):
     """A file with a JSON object per line, the document in one field of it; blank lines are passed over.
 
     Where the first line has the fields of a conversation and no such field, each line is one.
 
     Only the byte offset and number of each line are in memory. Lines are parsed when they are read, so a bad line far
-    into a large file raises only when the run reaches it. ``name``: as of `TextFile`.
+    into a large file raises only when the run reaches it.
     """
 
     def __init__(self, path: Path, text_field: str, name: str):
-        self.name, self.size, self._path, self.field = name, path.stat().st_size, path, text_field
+        super().__init__(path, name)
+        self.field = text_field
         offsets, numbers, position = array.array("q"), array.array("q"), 0
         self._file = path.open("rb")
         _check_unpacked(name, self._file.read(2))
@@ -98,9 +95,6 @@ class JsonLines(Source):
         first, where = self._record(0)
         self.field, self.chat, self.unit = field_of(first, text_field, where)
         self.split_by_index(len(offsets))
-
-    def stamp(self) -> str:
-        return str(self._path.stat().st_mtime_ns)
 
     def read(self, index: int) -> bytes:
         record, where = self._record(index)
@@ -127,12 +121,12 @@ class JsonLines(Source):
         return self._offsets.tobytes()
 
 
-class Parquet(Source):
+class Parquet(FileSource):
     """One column of a parquet file, text or conversations; one row group at a time is in memory, and shuffling respects
     row groups."""
 
     def __init__(self, path: Path, text_field: str):
-        self.name, self.size, self._path = str(path), path.stat().st_size, path
+        super().__init__(path, str(path))
         self._pa = optional("pyarrow", f"reading {path}")
         parquet = importlib.import_module("pyarrow.parquet")
         try:
@@ -150,9 +144,6 @@ class Parquet(Source):
         self._first_row = np.concatenate(([0], np.cumsum(rows)))
         self._group: tuple[int, Any] = (-1, None)  # the row group in memory: its number, its columns
         self.split_by_index(sum(rows))
-
-    def stamp(self) -> str:
-        return str(self._path.stat().st_mtime_ns)
 
     def read(self, index: int) -> bytes:
         group = int(self.blocks[index])
