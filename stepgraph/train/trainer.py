@@ -201,7 +201,7 @@ class Run:
         self.warmup = WARMUP_STEPS + (self.profile is not None)  # one more, node by node, names kernels
         with self.failures.noted():
             self.folder.write_config(config)
-            self.folder.write_environment(environment())
+            self.folder.write("environment.json", environment())
 
     def _open_folder(self) -> None:
         path = self.folder.path
@@ -323,7 +323,7 @@ class Run:
         self.say(start.pass_lines(self.config, self.captured.report, self.device))
         self.say(f"ready in {self.capture_s:.1f} s ({self.compile_s:.1f} s compiling)")
         with self.failures.noted():
-            self.folder.write_graph(program.text())
+            self.folder.write("graph.txt", program.text())
         self._write_passes()
 
     def _steps(self) -> None:
@@ -539,4 +539,5 @@ class Run:
     def _write_passes(self) -> None:
         reports = [dataclasses.replace(report, excerpts=[]) for report in self.captured.report]  # the page has those
         with self.failures.noted():
-            self.folder.write_passes(passes.format_report(reports) + "\n", [dataclasses.asdict(r) for r in reports])
+            self.folder.write("passes.txt", passes.format_report(reports) + "\n")
+            self.folder.write("passes.json", [dataclasses.asdict(report) for report in reports])

@@ -301,7 +301,7 @@ def test_going_back_deletes_nothing_before_its_first_checkpoint(moment, trainer,
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     before = everything(folder)
-    owner, name = (RunFolder, "write_environment") if moment == "before it begins" else (Run, "_finish")
+    owner, name = (RunFolder, "write") if moment == "before it begins" else (Run, "_finish")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fails_with(KeyboardInterrupt()))
         assert trainer.resume(folder / "checkpoints/step-00000002", "--checkpoint-every", 3) == 130
@@ -413,7 +413,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(moment, again,
     words = [*ONE_LAYER, "--val-every", 3, "--checkpoint-every", 2, "--out", folder]
     owner, name, error = {
         "folder": (RunFolder, "write_config", KeyboardInterrupt()),
-        "config": (RunFolder, "write_environment", KeyboardInterrupt()),
+        "config": (RunFolder, "write", KeyboardInterrupt()),
         "capture": (Run, "_capture", KeyboardInterrupt()),
         "step": (Run, "_finish", RuntimeError("planted")),
         "full disk": (checkpointer, "dcp_save", OSError(errno.ENOSPC, "No space left on device")),

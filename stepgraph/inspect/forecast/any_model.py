@@ -38,7 +38,7 @@ from stepgraph.graph.step_graph import name_of, type_of
 from stepgraph.graph.values import Accumulator, Input, ModelTensor, OptimizerState
 from stepgraph.inspect.forecast.tables import size_text, time_text
 from stepgraph.lower import StepSpec, copied, programs_by_policy, rewrite, search_of_peak, trace
-from stepgraph.lower.peak import PeakSearch, PeakTry
+from stepgraph.lower.peak import PeakTry
 from stepgraph.passes import StepOptions, Target
 from stepgraph.passes.waiting import Waiting
 
@@ -319,7 +319,8 @@ def _grouped(entries: Sequence[tuple[int, _Key, str]]) -> tuple[Held, ...]:
 
 
 def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu) -> tuple[int | None, str]:
-    """(the largest batch whose step was traced and fits, or None; how it was found, or why it is not known).
+    """(the largest batch whose step was traced and fits, or None; how it was found, or why it is not known). Under
+    ``memory="peak=..."`` it is the largest that meets the peak, each rewritten for its lowest one.
 
     In each phase the fullest moment counts as linear in the batch between two that were traced. It is not quite: how
     many parts a head is computed in, for example, depends on the batch. So each batch that the lines say fits is
@@ -329,39 +330,52 @@ def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu
     if len(sizes) != 1:
         given = ", ".join(map(str, sorted(sizes))) or "none"
         return None, f"tensors of the batch do not share their first dimension: {given}"
-    n = spec.accumulate
+    n, target = spec.accumulate, Target.forecast(gpu)
     rows = sizes.pop() // n
-    if search := search_of_peak(traced, spec, Target.forecast(gpu)):
-        return _largest_under_peak(spec, search, rows, gpu)
-    fits = _peak(cost).total <= gpu.memory
-    if rows == 1 and not fits:
-        return 0, f"a batch of {n} is the smallest, and does not fit"
-    guess = _guess(cost, rows, gpu.memory)
-    other = 2 * rows if fits else rows // 2
-    if guess is not None and (guess > rows if fits else guess < rows):
-        other = max(guess, 1)
-    peaks, note = {rows: _peak_by_phase(cost)}, ""
+    if search := search_of_peak(traced, spec, target):
+        if search.asked > gpu.memory:
+            return None, f"a peak of {size_text(search.asked)} is asked for, and the GPU has {size_text(gpu.memory)}"
+        first, memory, way = search.least(PeakTry()), float(search.asked), "met the peak"
+        peaks: dict[int, Mapping[str, int]] = {0: {"": state_bytes(first.made)}, rows: {"": first.peak}}
+        other = 2 * rows
+        if (aim := _where_full(0, peaks[0], rows, peaks[rows], memory)) < math.inf:
+            other = max(math.floor(0.995 * aim), other)
+    else:
+        memory, way, peaks = gpu.memory, "fits", {rows: _peak_by_phase(cost)}
+        fits = _peak(cost).total <= memory
+        if rows == 1 and not fits:
+            return 0, f"a batch of {n} is the smallest, and does not fit"
+        guess = _guess(cost, rows, memory)
+        other = 2 * rows if fits else rows // 2
+        if guess is not None and (guess > rows if fits else guess < rows):
+            other = max(guess, 1)
+    like, low, note = None, rows, ""
     for _ in range(_MOST_BATCHES):
         try:
-            peaks[other] = _peak_by_phase(_cost(rewrite(*_at_batch(spec, other * n, gpu)), spec, gpu))
+            program, resized = _at_batch(spec, other * n, target)
+            if search is None:
+                peaks[other] = _peak_by_phase(_cost(rewrite(program, resized, target), spec, gpu))
+            else:  # one that is little larger has as many tiles and parts
+                like = search_of_peak(program, resized, target).least(like if other < 1.2 * low else None)
+                peaks[other] = {"": like.peak}
         except Exception as error:  # it is not the user's batch: a model may refuse it
             note = f"a batch of {other * n} cannot be traced: {first_line(error)}"
             break
-        met = [size for size, found in peaks.items() if max(found.values()) <= gpu.memory]
+        met = [size for size, found in peaks.items() if max(found.values()) <= memory]
         over = [size for size in peaks if size not in met]
         low, high = max(met, default=0), min(over, default=math.inf)
-        first, then = (low, high) if met and over else sorted(met)[-2:] if met else sorted(over)[:2]
+        one, then = (low, high) if met and over else sorted(met)[-2:] if met else sorted(over)[:2]
         below = min(high - 1, high * (1 - 0.005 * 2 ** (len(over) - 1))) if over else high  # lines err by rounding
-        aim = min(_where_full(first, peaks[first], then, peaks[then], gpu.memory), below)
+        aim = min(_where_full(one, peaks[one], then, peaks[then], memory), below)
         if aim == math.inf:
-            return None, f"the peak does not grow between batches of {first * n} and {then * n}"
+            return None, f"the peak does not grow between batches of {one * n} and {then * n}"
         other = max(math.floor(aim), math.isqrt(low * high) if over else low)
         if other <= low or other < 1.01 * low:
             break
     if note and len(peaks) == 1:
         return None, note
-    tried = ", ".join(str(size * n) for size in sorted(peaks))
-    return low * n, f"the largest that fits of {tried}" + (note and f"; {note}")
+    tried = ", ".join(str(size * n) for size in sorted(peaks) if size)
+    return low * n, f"the largest that {way} of {tried}" + (note and f"; {note}")
 
 
 def _where_full(a: int, low: Mapping[str, int], b: int, high: Mapping[str, int], memory: float) -> float:
@@ -376,39 +390,12 @@ def _where_full(a: int, low: Mapping[str, int], b: int, high: Mapping[str, int],
     return most
 
 
-def _largest_under_peak(spec: StepSpec, search: PeakSearch, rows: int, gpu: Gpu) -> tuple[int | None, str]:
-    """`_largest_batch` under ``memory="peak=..."``; the peak is met for microbatches of ``rows``.
-
-    Each batch that is tried is traced and rewritten for its lowest peak: what is returned was met. Between two of them
-    the lowest peak counts as linear; the search ends where the next batch would be less than a hundredth larger.
-    """
-    if search.asked > gpu.memory:
-        return None, f"a peak of {size_text(search.asked)} is asked for, and the GPU has {size_text(gpu.memory)}"
-    n, first, like, note = spec.accumulate, search.least(PeakTry()), None, ""
-    met, over = [(0, state_bytes(first.made)), (rows, first.peak)], []  # (rows, bytes), ever closer to the peak
-    for _ in range(_MOST_BATCHES):
-        (a, low), (b, high) = (met[-1], over[-1]) if over else met[-2:]
-        aim = a + (b - a) * (search.asked - low) / (high - low) if high > low else 2.0 * b
-        lowest = met[-1][0]
-        other = max(math.floor(0.995 * aim), lowest + 1 if like else 2 * lowest)
-        if (over and other >= over[-1][0]) or (like and aim < 1.01 * lowest):
-            break
-        try:
-            like = search_of_peak(*_at_batch(spec, other * n, gpu)).least(like if other < 1.2 * lowest else None)
-        except Exception as error:  # it is not the user's batch: a model may refuse it
-            note = f"; a batch of {other * n} cannot be traced: {first_line(error)}"
-            break
-        (met if like.peak <= search.asked else over).append((other, like.peak))
-    tried = ", ".join(str(size * n) for size, _ in sorted(met[1:] + over))
-    return met[-1][0] * n, f"the largest that met the peak of {tried}{note}"
-
-
-def _at_batch(spec: StepSpec, size: int, gpu: Gpu) -> tuple[StepProgram, StepSpec, Target]:
-    """(the step for ``size`` samples as traced, its spec, where it runs)."""
-    resized, target = dataclasses.replace(spec, batch=_resized(spec.batch, size)), Target.forecast(gpu)
+def _at_batch(spec: StepSpec, size: int, target: Target) -> tuple[StepProgram, StepSpec]:
+    """(the step for ``size`` samples as traced, its spec)."""
+    resized = dataclasses.replace(spec, batch=_resized(spec.batch, size))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first trace has warned
-        return trace(resized, target).program, resized, target
+        return trace(resized, target).program, resized
 
 
 def _guess(cost: StepCost, rows: int, memory: float) -> int | None:

@@ -149,18 +149,9 @@ class RunFolder:
             self.write_config(config)
             raise OSError(f"run folder {self.path} was removed while it was in use, its records with it")
 
-    def write_environment(self, environment: dict[str, Any]) -> None:
-        """Writes ``environment.json``, as `stepgraph.config.environment.environment` gives it."""
-        write_json(self.path / "environment.json", environment)
-
-    def write_passes(self, text: str, records: list[dict[str, Any]]) -> None:
-        """Writes the pass report for people (``passes.txt``) and for programs (``passes.json``)."""
-        write_text(self.path / "passes.txt", text)
-        write_json(self.path / "passes.json", records)
-
-    def write_graph(self, text: str) -> None:
-        """Writes ``graph.txt``, the graph that runs, after all passes."""
-        write_text(self.path / "graph.txt", text)
+    def write(self, name: str, content: Any) -> None:
+        """Writes the file ``name``: text as it is, anything else as JSON."""
+        (write_text if isinstance(content, str) else write_json)(self.path / name, content)
 
     def log(self, step: int, **values: float | Sequence[float] | str | None) -> None:
         """Records ``values`` after update number ``step`` (from 1), in ``metrics.jsonl`` and for TensorBoard.
@@ -223,7 +214,7 @@ class SilentFolder:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    settle = write_config = check_there = write_environment = write_passes = write_graph = write_summary = _nothing
+    settle = write_config = check_there = write = write_summary = _nothing
     log = draw_loss = close = _nothing
 
 

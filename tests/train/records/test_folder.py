@@ -51,9 +51,10 @@ def summary(**changes):
 def test_a_run_leaves_its_files(tmp_path):
     folder = RunFolder(tmp_path / "a" / "run")
     folder.write_config(TrainConfig())
-    folder.write_environment(environment())
-    folder.write_passes("1. clean-up", [{"name": "clean-up", "seconds": 0.1}])
-    folder.write_graph("graph")
+    folder.write("environment.json", environment())
+    folder.write("passes.txt", "1. clean-up")
+    folder.write("passes.json", [{"name": "clean-up", "seconds": 0.1}])
+    folder.write("graph.txt", "graph")
     for step in range(1, 5):
         folder.log(step, loss=5.0 - step, grad_norm=1.0, mfu=None)
     folder.log(4, val_loss=1.5)
