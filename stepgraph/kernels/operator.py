@@ -33,11 +33,14 @@ def operator(
     """
 
     def define(function: Callable[..., Any]) -> Any:
-        own = name or function.__name__
+        own, defaults = name or function.__name__, function.__defaults__ or ()
+        count = len(inspect.signature(function).parameters)
 
         def checked(run: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
             def call(*args: Any) -> Any:
+                if len(args) < count:  # torch leaves out what equals its default
+                    args += defaults[len(args) - count :]
                 check(*args)
                 return run(*args)
 
@@ -46,12 +49,9 @@ def operator(
         def run(*args: Any) -> Any:
             if not launch or not takes(args[0]):
                 return function(*args)
-            kernels = launch
-            if isinstance(launch, str):
-                module, _, name_of_function = launch.partition(":")
-                kernels = getattr(importlib.import_module(f"stepgraph.kernels.{module}"), name_of_function)
+            kernel = _found(launch) if isinstance(launch, str) else launch
             with torch.cuda.device(args[0].device):
-                return kernels(*args)
+                return kernel(*args)
 
         made = torch.library.custom_op(f"stepgraph::{own}", checked(run), mutates_args=writes)
         made.register_fake(checked(like))
@@ -61,3 +61,9 @@ def operator(
         return made
 
     return define
+
+
+@functools.cache
+def _found(launch: str) -> Callable[..., Any]:
+    module, _, name = launch.partition(":")
+    return getattr(importlib.import_module(f"stepgraph.kernels.{module}"), name)
