@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import math
+import statistics
 import sys
 import threading
 import time
@@ -30,7 +32,7 @@ from stepgraph.config.train import PLAIN_STEP, TrainConfig, parse_steps
 from stepgraph.costs.hardware import mfu
 from stepgraph.errors import INTERRUPTED
 from stepgraph.lower import StepSpec
-from stepgraph.models import flops_per_token
+from stepgraph.models import family_of, flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes.waiting import Waiting
@@ -39,15 +41,14 @@ from stepgraph.run.watch.signals import StopSignals
 from stepgraph.run.watch.watch import Watch
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
-from stepgraph.train.closing import close
-from stepgraph.train.export import export_saved
+from stepgraph.train.export import CLAIM, export_saved
 from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
 from stepgraph.train.faults.out_of_memory import asked_for, memory_advice
 from stepgraph.train.faults.recoverable import OUTPUT, RecoverableErrors, StoppedError
 from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.folder import RunFolder, SilentFolder
+from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
 from stepgraph.train.records.launched import Figures, Launched
-from stepgraph.train.records.progress import Progress
+from stepgraph.train.records.progress import Progress, format_seconds
 from stepgraph.train.records.tracker import Wandb, package
 from stepgraph.train.sample import Samples
 from stepgraph.train.saving import Saving
@@ -61,6 +62,8 @@ from stepgraph.train.verify import NotExactError, verify_step
 WARMUP_STEPS = 2
 #: Seconds that ranks have at least to begin.
 MEETING_S = 60.0
+#: What a person opens first.
+_RECORDS = ("page.html", "loss.png", "passes.txt", "summary.json", "metrics.jsonl", "tb/")
 
 
 def run(config: TrainConfig) -> int:
@@ -175,11 +178,11 @@ class Run:
         self.waited_s = 0.0  # that the loop waited for the data of its next step
         self.rewritten = False  # whether the data is known to have been written to since
         self.bubble = Bubble()
-        self.ending, self.ended = threading.Lock(), False  # for `closing.close`
+        self.ending, self.ended = threading.Lock(), False  # for `close`
         self.signals = StopSignals(patient=self.ranks.world > 1, speaks=self.speaks)
         self.watch = Watch(
             *(self.ranks.rank, self.ranks.world, device.type),
-            *(config.comm_timeout, config.first_step_timeout, partial(close, self, "failed")),
+            *(config.comm_timeout, config.first_step_timeout, partial(self.close, "failed")),
         )
 
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
@@ -290,7 +293,7 @@ class Run:
         finally:
             closes = [cache.close for cache in self.loader.caches]
             parts = [self.watch.ends, *closes, *([] if lost else [self.saving.finish])]
-            for part in (*parts, partial(close, self, status, error)):
+            for part in (*parts, partial(self.close, status, error)):
                 with self.failures.noted(Exception):
                     part()
         if lost:  # and no cause of anything
@@ -541,3 +544,84 @@ class Run:
         with self.failures.noted():
             self.folder.write("passes.txt", passes.format_report(reports) + "\n")
             self.folder.write("passes.json", [dataclasses.asdict(report) for report in reports])
+
+    def close(self, status: str, error: str | None) -> None:
+        """Write the records that come last, and say where they are. What cannot be written is noted in ``failures``.
+        The watch's thread and the main thread may both find a reason to end: the second waits until the first has
+        written its own."""
+        with self.ending:
+            if not self.ended:
+                self.ended = True
+                self._close(status, error)
+
+    def _close(self, status: str, error: str | None) -> None:
+        summary, export, path = self.summarize(status, error), self.config.export_hf, self.folder.path
+
+        def show() -> None:
+            if self.snapshot:
+                self.snapshot.write()
+            if self.page is not None:
+                program, profile = self.captured and self.captured.program, self.profile and self.profile.result
+                self.page.finish(program, summary, profile, self.bubble.measured)
+
+        def draw() -> None:
+            if self.last_loss is not None:
+                self.folder.draw_loss(self.unigram)
+
+        def claimed() -> None:
+            if status == "finished" and export is not None and self.speaks:
+                (export / CLAIM).unlink(missing_ok=True)
+
+        for write in (lambda: self.folder.write_summary(summary), claimed, show, draw, self.folder.close):
+            with self.failures.noted(Exception):
+                write()
+        if status == "finished":
+            simple, model = (self.unigram, "a context-free model") if self.unigram else (math.log(2), "no preference")
+            worse = self.val_loss >= simple
+            self.say(
+                f"done: {self.step} step{'s' * (self.step != 1)} in {format_seconds(summary.wall_s)}; validation loss "
+                f"{self.val_loss:.4f}, {'still worse' if worse else 'better'} than {model} "
+                f"({simple:.4f}){': train longer' if worse else ''}"
+            )
+        names = [name for name in _RECORDS if (path / name).exists()]
+        self.say(f"records in {path}: {', '.join(names)}" if names else f"no records in {path}")
+        if self.saving.saved_step is not None and (path / "checkpoints").exists():
+            self.say(f'sample  stepgraph sample {path} --prompt "..."')
+            if family_of(self.config.model).hugging_face is not None:
+                self.say(f"export  stepgraph export {path} --out FOLDER")
+            epochs = self.config.epochs
+            more = f" --steps {2 * self.step}" if epochs is None else f" --epochs {2 * epochs:g}"
+            more = more if self.step == self.config.steps else ""
+            self.say(f"resume  stepgraph train --resume {path}{more}")
+
+    def summarize(self, status: str, error: str | None) -> Summary:
+        """The figures so far."""
+        median = statistics.median(self.times_ms) if self.times_ms else None
+        tokens_per_s = self.config.tokens_per_step / (median / 1e3) if median else None
+        compile_s, versions = None, {}
+        with self.failures.noted(Exception):
+            compile_s = self.compile_s
+        with self.failures.noted(Exception):
+            versions = environment()["versions"]
+        return Summary(
+            status=status,
+            error=error,
+            preset=self.config.preset,
+            params=self.params,
+            steps=self.step,
+            tokens=self.done["tokens"],
+            skipped_steps=self.finite.skipped,
+            repeated_steps=self.repeated_steps,
+            train_loss_nats=self.last_loss,
+            val_loss_nats=self.val_loss,
+            unigram_entropy_nats=self.unigram,
+            tokens_per_s=tokens_per_s,
+            step_ms_median=median,
+            mfu=mfu(tokens_per_s, self.flops_per_token, self.peak) if tokens_per_s else None,
+            bubble=self.bubble.share,
+            capture_s=self.capture_s,
+            compile_s=compile_s,
+            peak_mem_gib=peak_mem_gib(self.device),
+            wall_s=time.perf_counter() - self.started,
+            versions=versions,
+        )

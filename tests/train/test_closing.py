@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from stepgraph.step import CapturedStep
-from stepgraph.train import closing
 from stepgraph.train.faults.recoverable import RecoverableErrors
 from stepgraph.train.records.folder import RunFolder
+from stepgraph.train.trainer import Run
 
 
-def test_the_first_reason_is_kept_and_the_second_waits_for_its_records(tmp_path, monkeypatch):
+def test_the_first_reason_is_kept_and_the_second_waits_for_its_records(tmp_path):
     written, writing, go_on = [], threading.Event(), threading.Event()
     folder = RunFolder(tmp_path / "run")
 
@@ -25,13 +25,13 @@ def test_the_first_reason_is_kept_and_the_second_waits_for_its_records(tmp_path,
     run = SimpleNamespace(
         ending=threading.Lock(), ended=False, failures=RecoverableErrors(), folder=folder, snapshot=None, page=None,
         last_loss=None, say=lambda _: None, config=SimpleNamespace(export_hf=None), speaks=True,
-        saving=SimpleNamespace(saved_step=None),
+        saving=SimpleNamespace(saved_step=None), summarize=lambda status, error: (status, error),
     )  # fmt: skip
-    monkeypatch.setattr(closing, "summarize", lambda _, status, error: (status, error))
-    first = threading.Thread(target=closing.close, args=(run, "failed", "no progress"))
+    run._close = lambda *reason: Run._close(run, *reason)
+    first = threading.Thread(target=Run.close, args=(run, "failed", "no progress"))
     first.start()
     assert writing.wait(30)
-    second = threading.Thread(target=closing.close, args=(run, "failed", "lost another rank"))
+    second = threading.Thread(target=Run.close, args=(run, "failed", "lost another rank"))
     second.start()
     second.join(0.2)
     assert second.is_alive()  # the process must not end before the records are written

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from stepgraph import parallel
-from stepgraph.train import closing
 from stepgraph.train import trainer as trainer_module
 from stepgraph.train.checkpoint import background, checkpointer
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
@@ -215,7 +214,7 @@ def test_a_run_folder_deleted_while_it_is_saved_to_is_saved_once_more(trainer, w
 def test_what_fails_at_the_end_hides_no_error_and_stops_no_other_part(part, trainer, tmp_path, monkeypatch, capsys):
     broken = RuntimeError("planted in closing")
     owner, name = {
-        "summary": (closing, "environment"),
+        "summary": (trainer_module, "environment"),
         "watch": (trainer_module.Watch, "ends"),
         "saving": (trainer_module.Saving, "finish"),
         "page": (trainer_module.RunPage, "finish"),
@@ -223,7 +222,8 @@ def test_what_fails_at_the_end_hides_no_error_and_stops_no_other_part(part, trai
         "folder": (RunFolder, "close"),
     }[part]
     monkeypatch.setattr(PackedLoader, "__next__", fails_with(OSError("the first error")))
-    monkeypatch.setattr(owner, name, fails_with(broken))
+    fails, environments = fails_with(broken), iter([trainer_module.environment()])  # of environment.json, none after it
+    monkeypatch.setattr(owner, name, fails if part != "summary" else lambda: next(environments, None) or fails())
     assert trainer.here(*ONE_LAYER, "--out", tmp_path / "run") == 1
     assert "the first error" in one_line(capsys)
     assert trainer.summary(tmp_path / "run")["error"] == "the first error"

@@ -1,5 +1,6 @@
 """``stepgraph bench train``: a training step over a mesh of this machine's devices, ours and torchtitan's in turn."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -170,7 +171,9 @@ def _wait(process: subprocess.Popen, timeout: float, folder: Path) -> int | dict
     until = time.monotonic() + timeout
     try:
         while time.monotonic() < until:
-            status = _status(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+            status = process.returncode
             if errors := sorted(folder.glob("error-*.json"), key=lambda path: path.stat().st_mtime_ns):
                 return json.loads(errors[0].read_text(encoding="utf-8"))
             if status is not None:
@@ -184,11 +187,3 @@ def _wait(process: subprocess.Popen, timeout: float, folder: Path) -> int | dict
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _status(process: subprocess.Popen) -> int | None:
-    """The exit status within a fifth of a second; None where the process runs on."""
-    try:
-        return process.wait(0.2)
-    except subprocess.TimeoutExpired:
-        return None
