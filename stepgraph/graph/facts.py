@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
-from stepgraph.kernels import attention, fp8  # noqa: F401  (these define operators of torch.ops.stepgraph)
+from stepgraph.kernels import attention, fp8, products  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.lora import sums  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
@@ -46,7 +46,7 @@ _PURE = {
     ours.flash4_attention.default, ours.flash4_attention_backward.default, ours.dequantize_4bit.default,
     ours.sum_products.default, ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default,
     ours.cast_scaled_groups.default, ours.cast_packed_rows.default,
-    ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default,
+    ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.product.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.
@@ -56,7 +56,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
     ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention, ours.sum_products,
-    ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight,
+    ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight, ours.product,
 }  # fmt: skip
 
 

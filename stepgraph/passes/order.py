@@ -30,6 +30,7 @@ import stepgraph.passes.matmul.contract
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.matmul.lora
+import stepgraph.passes.matmul.tune
 import stepgraph.passes.memory.fit
 import stepgraph.passes.memory.prefetch
 import stepgraph.passes.memory.recompute
@@ -97,6 +98,7 @@ ORDER = (
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "prefetch_state",  # optimizer state comes from the host during backward
+    "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms
     "tag_regions",  # what regional Inductor compiles
     "rematerialize",  # what a compiler's kernels carry from forward to backward
     "inductor",  # numerics: forward, backward and update as fused kernels

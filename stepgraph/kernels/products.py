@@ -1,0 +1,48 @@
+"""Matrix products by the algorithm of cuBLASLt that is fastest for their shape, where that gives the same bits.
+
+cuBLAS chooses an algorithm by rules of its own. Of the eight that cuBLASLt offers for a shape, another one is often
+faster: on an H200 by 5 to 17% for products with more columns than terms, such as the first of an MLP
+(`benchmarks/h200_products.json`).
+"""
+
+import torch
+from torch.utils.flop_counter import mm_flop, register_flop_formula
+
+from stepgraph.kernels.cublas_lt import by_torch, multiply
+from stepgraph.kernels.operator import operator
+
+Tensor = torch.Tensor
+
+
+def _check(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] and a.dtype is b.dtype
+    if not fits or (bias is not None and (bias.shape != b.shape[1:] or bias.dtype is not a.dtype)):
+        given = ", ".join(
+            f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (a, b, bias) if t is not None
+        )
+        raise ValueError(
+            f"product got {given}; allowed are (M, K), (K, N) and a bias (N,) of one dtype: cast or reshape"
+        )
+
+
+@operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), launch=multiply, check=_check)
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``a @ b``, and ``bias`` added, with the bits of ``torch.mm`` and ``torch.addmm``.
+
+    Args:
+        a: (M, K), in any strides.
+        b: (K, N) in the same dtype, in any strides.
+        bias: None, or (N,) in the same dtype.
+
+    Returns:
+        (M, N), contiguous, in that dtype.
+
+    On a GPU the first call for a shape times cuBLASLt's algorithms next to torch's, unless a CUDA graph records, and
+    the fastest of those that give torch's bits is used from then on. Raises ``ValueError`` for other shapes and dtypes.
+    """
+    return by_torch(a, b, bias)
+
+
+@register_flop_formula(torch.ops.stepgraph.product)
+def _flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    return mm_flop(a, b)

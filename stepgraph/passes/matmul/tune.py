@@ -1,0 +1,74 @@
+"""Large matrix products by the fastest of cuBLASLt's algorithms that give the same bits.
+
+Before -> after: ``mm(a, b)`` and ``addmm(bias, a, b)`` in 16 bits on a GPU -> `product`, whose algorithm is timed for
+each shape. Every large product is replaced, also where torch's algorithm then stays: ranks must have one graph,
+whatever each of them times. After all passes that look for products.
+Tier numerics: that an algorithm gives torch's bits is seen on random operands, not proved.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from stepgraph.graph.edit import Builder
+from stepgraph.graph.edit import replace as replace_node
+from stepgraph.kernels.cublas_lt import Problem, choose, unavailable
+from stepgraph.passes.contract import PassReport, StepGraph, register
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+#: Names in the report, of the shapes that gain most.
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """``least``, ``most``: floating-point operations of the products that are replaced. Smaller ones take less than 30
+    microseconds, and timing larger ones takes seconds. ``timed``: whether the step runs on a GPU of this process."""
+
+    least: int = 1 << 34
+    most: int = 1 << 42
+    timed: bool = False
+
+
+@register(
+    "tune_products",
+    "numerics",
+    options=TuneOptions(),
+    after=("fuse_loss", "async_tensor_parallel", "lora", "fp8_matmul"),
+    needs_cuda=True,
+    from_options=lambda options: None if options.any_length else {},  # each length would be timed again
+    for_target=lambda options, target: replace(options, timed=torch.cuda.is_available() and not target.simulated),
+    forecast=False,  # which knows one rate for both
+)
+def tune_products(step: StepGraph, options: TuneOptions, report: PassReport) -> None:
+    """Multiply large matrices by the fastest of cuBLASLt's algorithms that give torch's bits."""
+    if options.timed and (why := unavailable()):
+        report.notes.append(f"torch's algorithms stay: {why}")
+        return
+    targets = (aten.mm.default, aten.addmm.default)
+    found = [n for target in targets for n in step.graph.find_nodes(op="call_function", target=target)]
+    problems: list[Problem] = []
+    for node in found:
+        report.matched += 1
+        *bias, a, b = node.args
+        problem = Problem.of(*(x.meta["val"] for x in (a, b)), bias[0].meta["val"] if bias else None)
+        if node.kwargs or problem is None or not options.least <= problem.flops <= options.most:  # addmm may scale
+            continue
+        replace_node(node, Builder(node, before=node)(ours.product.default, a, b, *bias))
+        problems.append(problem)
+    report.changed = len(problems)
+    report.summary = f"{report.changed} of {report.matched} products"
+    if problems and options.timed:
+        _report(problems, report)
+
+
+def _report(problems: list[Problem], report: PassReport) -> None:
+    choices = {problem: choose(problem) for problem in dict.fromkeys(problems)}
+    faster = {problem: choice for problem, choice in choices.items() if choice.run is not None}
+    report.summary += f" of {len(choices)} shapes, {len(faster)} by another algorithm than torch's"
+    saved = sum(choices[p].torch_us - choices[p].best_us for p in problems)
+    report.summary += f": {saved / 1e3:.1f} ms of a step less" if faster else ""
+    gains = sorted(faster, key=lambda p: problems.count(p) * (faster[p].best_us - faster[p].torch_us))
+    for problem in gains[:_NAMED]:
+        choice = faster[problem]
+        report.notes.append(f"{problem}: {choice.best_us:.0f} us, {choice.torch_us:.0f} by torch's algorithm")
