@@ -215,6 +215,10 @@ class StepOptions:
     grouped: Literal["torch", "quack", "auto"] = "auto"
     """Products of experts' rows by torch's kernels, or QuACK's (pip install quack-kernels); auto: the faster ones."""
 
+    epilogues: Literal["torch", "quack", "auto"] = "torch"
+    """GELU and its gradient apart, or in QuACK's products (pip install quack-kernels); auto: where those were measured
+    to be faster. Not measured in a step yet."""
+
     loss_chunks: int | Literal["auto"] = "auto"
     """Split logits and loss into N chunks of the tokens to save memory; auto: as many as keep the logits near a GiB."""
 

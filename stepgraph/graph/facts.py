@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
-from stepgraph.kernels import attention, fp8, products  # noqa: F401  (these define operators of torch.ops.stepgraph)
+from stepgraph.kernels import attention, fp8, gelu, products  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.lora import sums  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
@@ -37,6 +37,7 @@ _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_b
 
 #: Operators of ours that only compute.
 _PURE = {
+    ours.gelu_product.default, ours.gelu_product_backward.default,
     ours.cast_scaled.default, ours.cast_scaled_rows.default, ours.scaled_product.default,
     ours.swiglu_cast_rows.default, ours.swiglu_backward_cast_rows.default,
     ours.swiglu_magnitudes.default, ours.swiglu_backward_magnitudes.default, ours.cast_by_magnitudes.default,
@@ -56,7 +57,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
     ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention, ours.sum_products,
-    ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight, ours.product,
+    ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight, ours.product, ours.gelu_product, ours.gelu_product_backward,
 }  # fmt: skip
 
 

@@ -34,6 +34,8 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
         )
     if options.passes == "exact" and options.grouped == "quack":
         raise ValueError("grouped=quack with passes=exact, which leaves products to torch: drop one of them")
+    if options.passes == "exact" and options.epilogues == "quack":
+        raise ValueError("epilogues=quack with passes=exact, which leaves products to torch: drop one of them")
     if options.attention == "flex" and not options.compiles_attention:
         why = "inductor=off" if options.inductor == "off" else f"disable_pass={','.join(options.disable_pass)}"
         raise ValueError(

@@ -27,6 +27,7 @@ import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.bitsandbytes
 import stepgraph.passes.matmul.contract
+import stepgraph.passes.matmul.epilogues
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
 import stepgraph.passes.matmul.lora
@@ -96,6 +97,7 @@ ORDER = (
     "overlap_experts",  # experts' tokens travel during compute
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
+    "product_epilogues",  # numerics: GELU inside products by QuACK
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "prefetch_state",  # optimizer state comes from the host during backward
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms

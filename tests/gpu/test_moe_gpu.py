@@ -6,6 +6,7 @@ import torch
 import stepgraph
 from stepgraph.config.build import build_model
 from stepgraph.config.presets import PRESETS
+from stepgraph.kernels import quack
 from stepgraph.kernels.moe import (
     cast_packed_rows,
     cast_scaled_groups,
@@ -16,7 +17,6 @@ from stepgraph.kernels.moe import (
     grouped_scaled_mm,
     grouped_scaled_mm_weight,
     grouped_triton,
-    quack,
     route_triton,
     rows_triton,
     scaled_triton,

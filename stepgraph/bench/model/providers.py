@@ -95,5 +95,6 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "liger-compile": lambda parts: ModelStep(parts, "default", liger=True),
     "stepgraph": CapturedStep,
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
+    "stepgraph-epilogues": lambda parts: CapturedStep(parts, epilogues="auto"),
     "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
 }

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph.errors import unknown_name
+from stepgraph.kernels import quack
 from stepgraph.kernels.ahead import launching
-from stepgraph.kernels.moe import quack
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
@@ -114,9 +114,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "to
         return reference(rows, weight, offsets, zero_rest)
     if backend == "quack":
         with torch.cuda.device(rows.device):
-            out = quack.product(_dense(rows).contiguous(), _dense(weight), offsets)
+            out = quack.product(quack.dense(rows).contiguous(), quack.dense(weight), offsets)
     else:
-        out = F.grouped_mm(_dense(rows), _dense(weight), offs=offsets).contiguous()
+        out = F.grouped_mm(quack.dense(rows), quack.dense(weight), offs=offsets).contiguous()
     return _zero_past(out, offsets) if zero_rest else out
 
 
@@ -158,18 +158,8 @@ def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = 
         return weight_reference(rows, dy, offsets)
     if backend == "quack":
         with torch.cuda.device(rows.device):
-            return quack.weight_product(_dense(rows).contiguous(), _dense(dy).contiguous(), offsets)
-    return F.grouped_mm(_dense(rows).t(), _dense(dy), offs=offsets).contiguous()
-
-
-def _dense(x: Tensor) -> Tensor:
-    """``x``, or a copy where the kernel would refuse how it lies in memory: in rows or columns that begin at multiples
-    of 16 bytes."""
-    rows, columns = x.shape[-2:]
-    outer, inner = x.stride()[-2:]
-    along = outer if inner == 1 and outer >= columns else inner if outer == 1 and inner >= rows else 1
-    aligned = x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in (along, *x.stride()[:-2]))
-    return x if aligned else x.clone(memory_format=torch.contiguous_format)
+            return quack.weight_product(quack.dense(rows).contiguous(), quack.dense(dy).contiguous(), offsets)
+    return F.grouped_mm(quack.dense(rows).t(), quack.dense(dy), offs=offsets).contiguous()
 
 
 # Gradients, by the backend of what they are gradients of

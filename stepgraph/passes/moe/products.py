@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import fx
 
-from stepgraph.kernels.moe import grouped, quack
+from stepgraph.kernels import quack
+from stepgraph.kernels.moe import grouped
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 ours = torch.ops.stepgraph

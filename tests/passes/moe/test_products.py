@@ -14,7 +14,8 @@ from stepgraph.capture import StepGraph
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec
 from stepgraph.graph.values import Metric, Parameter
-from stepgraph.kernels.moe import grouped, grouped_mm, grouped_mm_weight, quack
+from stepgraph.kernels import quack
+from stepgraph.kernels.moe import grouped, grouped_mm, grouped_mm_weight
 from stepgraph.passes import StepOptions, chosen, get, run_passes
 from stepgraph.passes.contract import Target
 

@@ -1,0 +1,87 @@
+"""Products of linear layers with the GELU that follows, forward and backward, in one kernel each.
+
+    gelu_product:           z = x w + bias,            a = gelu(z)
+    gelu_product_backward:  dz = (dy w) * gelu'(z),    db = the sum of dz's rows
+
+In bf16 on a GPU they are QuACK's (`quack`), which take what follows from the sums of the product, in fp32; elsewhere
+each step is rounded, as torch's operators do. Made by the pass `product_epilogues` after the step was traced: they have
+no gradients of their own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from stepgraph.kernels import quack
+from stepgraph.kernels.operator import operator
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+def on_device(x: Tensor) -> bool:
+    """Whether the package multiplies a matrix like ``x``."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _check(a: Tensor, weight: Tensor, other: Tensor | None, approximate: str) -> None:
+    """``other``: the bias, or in backward z."""
+    fits = a.ndim == weight.ndim == 2 and a.shape[1] == weight.shape[0]
+    shapes = ((weight.shape[1],), (a.shape[0], weight.shape[1])) if fits else ()
+    tensors = [t for t in (a, weight, other) if t is not None]
+    if not (fits and (other is None or other.shape in shapes) and len({t.dtype for t in tensors}) == 1):
+        given = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors)
+        raise ValueError(
+            f"a product with GELU got {given}; allowed are (M, K), (K, N) and a bias (N,) or z (M, N) of one floating "
+            "dtype: transpose or cast what differs"
+        )
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate={approximate!r}; allowed: none, tanh, as in torch.nn.functional.gelu")
+
+
+def _like(x: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    z = x.new_empty(x.shape[0], weight.shape[1])
+    return z, torch.empty_like(z)
+
+
+def _like_backward(dy: Tensor, weight: Tensor, z: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return z.new_empty(z.shape), z.new_empty(z.shape[1:], dtype=torch.float32)
+
+
+@operator(_like, launch=quack.gelu_product, takes=on_device, check=_check)
+def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    """Multiply, add the bias, and apply GELU.
+
+    Args:
+        x: (M, K). weight: (K, N), in any strides. bias: (N,), or None. All of one floating dtype.
+        approximate: ``none`` or ``tanh``, as in ``torch.nn.functional.gelu``.
+
+    Returns:
+        z and gelu(z), both (M, N), contiguous, in the dtype of ``x``.
+
+    Raises ``ValueError`` for other shapes and dtypes, and in bf16 on a GPU where the package is missing.
+    """
+    z = x @ weight if bias is None else torch.addmm(bias, x, weight)
+    return z, F.gelu(z, approximate=approximate)
+
+
+@operator(_like_backward, launch=quack.gelu_product_backward, takes=on_device, check=_check)
+def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """The gradient of z from that of the product that reads ``gelu(z)``, and of the bias that z has.
+
+    Args:
+        dy: (M, K), the gradient of that product's result. weight: (K, N), its weight, in any strides.
+        z: (M, N), contiguous. All of one floating dtype.
+        approximate: ``none`` or ``tanh``, as in ``torch.nn.functional.gelu``.
+
+    Returns:
+        dz (M, N), contiguous, in the dtype of ``z``, and its sum over rows, (N,) in fp32.
+
+    Raises ``ValueError`` as `gelu_product`.
+    """
+    dz = aten.gelu_backward(dy @ weight, z, approximate=approximate)
+    return dz, dz.float().sum(0)
+
+
+for _product in (torch.ops.stepgraph.gelu_product, torch.ops.stepgraph.gelu_product_backward):
+    register_flop_formula(_product)(lambda a_shape, b_shape, *_, **__: 2 * a_shape[0] * a_shape[1] * b_shape[1])

@@ -1,0 +1,100 @@
+"""Products by QuACK: the optional package ``quack-kernels``, which compiles them at their first call.
+
+    product:                `moe.grouped.grouped_mm`, rows past the last offset uninitialized
+    weight_product:         `moe.grouped.grouped_mm_weight`
+    gelu_product:           `gelu.gelu_product`
+    gelu_product_backward:  `gelu.gelu_product_backward`
+
+A product has one order of additions whatever runs at the same time, so it is deterministic.
+Source: the package's ``quack/gemm_interface.py`` and ``quack/epilogue/library.py``, read at 0.6.5. Groups are given by
+where each begins, the end of the last after them; ``tuned=False`` takes its default tiles, where tuning would time
+candidates inside a step. Products with GELU have tiles of 128 x 128 that take turns, within 6% of the best of nine for
+every size that was measured (`benchmarks/h200_epilogues.json`).
+"""
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+#: What the package calls GELU, by torch's ``approximate``.
+_GELU = {"none": "gelu_erf", "tanh": "gelu_tanh_approx"}
+
+
+def installed() -> bool:
+    """Whether the package is there: nothing is imported."""
+    return importlib.util.find_spec("quack") is not None
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why the package cannot be used in this process, in one line; None where it can. Loading it takes seconds."""
+    if not installed():
+        return "quack-kernels is not installed"
+    try:
+        _package()
+    except Exception as error:  # it may not fit what it is built on
+        return f"quack-kernels cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+    return None
+
+
+@functools.cache
+def _package() -> ModuleType:
+    module = importlib.import_module("quack.gemm_interface")
+    module.gemm  # noqa: B018  (an older package has other names)
+    return module
+
+
+def _found(option: str) -> ModuleType:
+    why = unavailable()
+    if why is not None:
+        raise ValueError(f"{why}: pip install quack-kernels, or choose {option}=torch")
+    return _package()
+
+
+def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """(R, F), rows past ``offsets[-1]`` uninitialized. ``rows`` contiguous, ``weight`` dense, both in bf16."""
+    return _found("grouped").gemm(rows, weight, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+
+
+def weight_product(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    """(E, D, F), zeros for an expert without rows. ``rows`` and ``dy`` contiguous, in bf16."""
+    return _found("grouped").gemm(rows.t(), dy, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+
+
+def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    """``x`` (M, K), ``weight`` (K, N) and ``bias`` (N,), both in any strides, in bf16."""
+    found = _found("epilogues")
+    return found.gemm_act(
+        dense(x), dense(weight), bias=bias, activation=_GELU[approximate], tuned=False, config=_tiles()
+    )
+
+
+def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
+    """``dy`` (M, K), ``weight`` (K, N), both in any strides, and ``z`` (M, N), contiguous, in bf16."""
+    _found("epilogues")
+    epilogue = importlib.import_module("quack.epilogue.library").dact_dbias_mod(_GELU[approximate])
+    made = epilogue(dense(dy), dense(weight), z, config=_tiles())
+    return made["D"], made["dwb"]
+
+
+@functools.cache  # the package knows a configuration by its identity
+def _tiles() -> Any:
+    config = importlib.import_module("quack.gemm_config").GemmConfig
+    return config(tile_m=128, tile_n=128, pingpong=True, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x``, or a copy where a kernel would refuse how it lies in memory: in rows or columns that begin at multiples
+    of 16 bytes."""
+    rows, columns = x.shape[-2:]
+    outer, inner = x.stride()[-2:]
+    along = outer if inner == 1 and outer >= columns else inner if outer == 1 and inner >= rows else 1
+    aligned = x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in (along, *x.stride()[:-2]))
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,216 @@
+"""GELU and its gradient inside the products before them, by QuACK's kernels, where that is asked for.
+
+    z = addmm(bias, x, w), a = gelu(z)          ->  z, a = gelu_product(x, w, bias)
+    dz = gelu_backward(mm(dy, w), z), dz.sum(0)  ->  dz, db = gelu_product_backward(dy, w, z)
+
+Matches them in bf16, also without a bias and with views between. After, z is read once less in forward, and in backward
+the gradient of GELU's result is never written. ``auto`` takes QuACK's where the package is installed and such pairs are
+faster than a product as fast as QuACK's own and a kernel at a copy's speed, on one H200: 1.09 to 1.27 times forward,
+1.14 times backward with GELU by tanh. The gradient of exact GELU stays: its error function takes longer than what is
+saved (0.96 to 0.99 times; `benchmarks/h200_epilogues.json`).
+Tier numerics: GELU is taken from sums in fp32, before they are rounded. Preconditions: products alone read GELU's
+result, which a compiler would otherwise fuse with what follows and not write; nothing else reads its gradient; and
+nothing writes what the product reads or made before GELU has read it.
+Source: the package.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import replace as replace_node
+from stepgraph.graph.facts import argument, only_user
+from stepgraph.kernels import gelu, quack
+from stepgraph.passes.contract import PassReport, StepGraph, register
+
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
+
+#: What was measured: compute capability, and the sizes of products (M, K) (K, N): the fewest rows, K, and the least N.
+_CAPABILITY, _ROWS, _INNER, _OUTER = (9, 0), 16384, (768, 1024), 3072
+
+
+@dataclass(frozen=True)
+class EpilogueOptions:
+    """``backend``: of every product with GELU, or ``auto``. ``capability``: the GPU's, None where unknown; by the
+    target."""
+
+    backend: Literal["quack", "auto"] = "quack"
+    capability: tuple[int, int] | None = None
+
+
+@dataclass
+class _Pair:
+    """``product``, the ``gelu`` or ``gelu_backward`` that reads it through views, and in backward the ``sums`` of what
+    that gives over rows."""
+
+    product: fx.Node
+    gelu: fx.Node
+    sums: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def matrices(self) -> tuple[fx.Node, fx.Node]:
+        return self.product.args[-2:]
+
+    @property
+    def backward(self) -> bool:
+        return self.gelu.target is aten.gelu_backward.default
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(M, K, N)."""
+        a, b = (node.meta["val"] for node in self.matrices)
+        return *a.shape, b.shape[1]
+
+
+@register(
+    "product_epilogues",
+    "numerics",
+    options=EpilogueOptions(),
+    after=("fp8_matmul", "recompute", "async_tensor_parallel"),
+    needs_cuda=True,
+    from_options=lambda options: None if options.epilogues == "torch" else {"backend": options.epilogues},
+    for_target=lambda options, target: replace(options, capability=target.capability),
+    forecast=False,  # which knows one rate for both
+)
+def product_epilogues(step: StepGraph, options: EpilogueOptions, report: PassReport) -> None:
+    """Compute GELU and its gradient inside the products before them, by QuACK's kernels."""
+    aliases = Aliases(step.graph)
+    found = [*_forward(step, aliases), *_backward(step, aliases)]
+    report.matched = len(found)
+    if not found:
+        return
+    able = [pair for pair in found if _takes(pair)]
+    able, why = _chosen(able, options)
+    for pair in able:
+        (_rewrite_backward if pair.backward else _rewrite)(pair)
+    report.changed = len(able)
+    report.summary = f"{report.changed} of {report.matched} GELUs and gradients in products by QuACK: {why}"
+
+
+def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
+    seen = set()  # a GELU that backward computes again of what forward kept stays
+    for node in step.graph.find_nodes(op="call_function", target=aten.gelu.default):
+        product = _behind_views(node.args[0])
+        plain = product.target is aten.mm.default or (
+            product.target is aten.addmm.default
+            and product.args[0].meta["val"].shape == product.meta["val"].shape[1:]
+            and not product.kwargs
+        )
+        place = aliases.position[node]
+        if not plain or product in seen or not _feeds_products(node):
+            continue
+        if not aliases.written_between(product, aliases.position[product], place):
+            seen.add(product)
+            yield _Pair(product, node)
+
+
+def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
+    for node in step.graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
+        product, reader = _behind_views(node.args[0]), node
+        while reader is not product and only_user(reader.args[0]) is reader:
+            reader = reader.args[0]
+        if (
+            reader is not product
+            or product.target is not aten.mm.default
+            or not node.args[1].meta["val"].is_contiguous()
+        ):
+            continue
+        first, last = aliases.position[product], aliases.position[node]
+        if not any(aliases.written_between(n, first, last) for n in product.args):
+            yield _Pair(product, node, list(_sums(node, product.meta["val"].shape)))
+
+
+def _feeds_products(node: fx.Node) -> bool:
+    """Whether products alone read ``node``, through views."""
+    return all(
+        _feeds_products(user) if user.target in (*_VIEWS, aten.t.default) else user.target in _PRODUCTS
+        for user in node.users
+    )
+
+
+def _behind_views(node: fx.Node) -> fx.Node:
+    """What ``node`` shows in another shape."""
+    while node.target in _VIEWS:
+        node = node.args[0]
+    return node
+
+
+def _sums(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
+    """Sums of the rows of ``node`` as a matrix of ``shape``."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _sums(user, shape)
+        elif (
+            user.target is aten.sum.dim_IntList
+            and node.meta["val"].shape == shape
+            and list(user.args[1]) in ([0], [-2])
+            and argument(user, "dtype") is None
+        ):
+            yield user
+
+
+def _takes(pair: _Pair) -> bool:
+    """Whether the package multiplies them: in bf16, in rows and columns of multiples of 16 bytes."""
+    inputs = [node.meta["val"] for node in (*pair.matrices, pair.gelu)]
+    return all(gelu.on_device(x) for x in inputs) and all(size % 8 == 0 for size in pair.sizes[1:])
+
+
+def _chosen(able: list[_Pair], options: EpilogueOptions) -> tuple[list[_Pair], str]:
+    """Which of the pairs that the package multiplies it shall multiply, and why these."""
+    if options.backend == "quack":
+        why = quack.unavailable() if able else "none is in bf16 on a GPU"
+        if why is not None:
+            raise ValueError(f"epilogues=quack: {why}; allowed here: epilogues=torch: choose that")
+        return able, "asked for"
+    measured = [pair for pair in able if _faster(pair)]
+    if not measured:
+        return [], "none of such sizes was measured to be faster"
+    if options.capability != _CAPABILITY:
+        return [], "measured on compute capability {}.{} alone".format(*_CAPABILITY)
+    why = quack.unavailable()
+    if why is not None:
+        return [], why
+    return measured, "those that were faster for such sizes on one H200 (benchmarks/h200_epilogues.json)"
+
+
+def _faster(pair: _Pair) -> bool:
+    M, K, N = pair.sizes
+    by_tanh = argument(pair.gelu, "approximate") == "tanh"
+    return M >= _ROWS and _INNER[0] <= K <= _INNER[1] and N >= _OUTER and (by_tanh or not pair.backward)
+
+
+def _rewrite(pair: _Pair) -> None:
+    product, node = pair.product, pair.gelu
+    bias = product.args[0] if product.target is aten.addmm.default else None
+    build = Builder(product, node, before=product)
+    both = build(ours.gelu_product.default, *pair.matrices, bias, argument(node, "approximate"))
+    z, a = (build(operator.getitem, both, i) for i in range(2))
+    a, view = build.view(a, node.meta["val"].shape), node.args[0]
+    replace_node(product, z)
+    replace_node(node, a)
+    if view is not product:
+        erase_unread(view)
+
+
+def _rewrite_backward(pair: _Pair) -> None:
+    product, node = pair.product, pair.gelu
+    gradient, z = node.args[:2]
+    build = Builder(product, node, before=node)
+    z = build.view(z, product.meta["val"].shape)
+    both = build(ours.gelu_product_backward.default, *pair.matrices, z, argument(node, "approximate"))
+    dz, db = (build(operator.getitem, both, i) for i in range(2))
+    for one in pair.sums:
+        sum_ = Builder(one, before=one)
+        views = list(one.all_input_nodes)
+        replace_node(one, sum_.cast(sum_.view(db, one.meta["val"].shape), one.meta["val"].dtype))
+        erase_unread(*(n for n in views if n is not node))
+    replace_node(node, build.view(dz, node.meta["val"].shape))
+    erase_unread(gradient)
