@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepgraph.bench.model.table import model_section, model_title, model_where, ratios, summary
+from stepgraph.bench.model.table import model_section, ratios, summary
 from stepgraph.bench.norm.table import norm_section
 from stepgraph.bench.results import kind_of, read
 from stepgraph.bench.rows import Row
 from stepgraph.bench.table import best_compile, section, title, where
 from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
-from stepgraph.bench.train.table import train_section, train_title, train_where
+from stepgraph.bench.train.table import train_section
 from stepgraph.config.command_line import parse, require_chart
 from stepgraph.config.commands import ReportOptions
 
@@ -54,13 +54,12 @@ def _draw(kind: str, records: list[Any], png: Path) -> None:
         from stepgraph.bench.norm.plot import norm_chart
 
         return norm_chart(records, png)
-    title, place, unit, value, text = _BARS[kind]
     panels = [
-        (title(model, settings), place(env, settings), _of(model, rows))
+        (title(model, settings), where(env, settings), _of(model, rows))
         for env, settings, rows in records
         for model in settings["models"]
     ]
-    return bar_chart(panels, Bars(unit, value, text), png)
+    return bar_chart(panels, Bars(*_BARS[kind]), png)
 
 
 def _step_text(row: Row, rows: Sequence[Row]) -> str:
@@ -81,16 +80,18 @@ def _model_text(row: Row, rows: Sequence[Row]) -> str:
     return f"{row.per_s:,.0f}" + ("" if times is None else f"   {times:.2f}x {against.best}")
 
 
-#: What is drawn of each benchmark: title and device of a panel, and the `Bars`.
+#: The `Bars` of each benchmark.
 _BARS = {
-    "step": (title, where, "ms per training step, shorter is faster", lambda row, ms: ms, _step_text),
+    "step": ("ms per training step, shorter is faster", lambda row, ms: ms, _step_text),
     "train": (
-        *(train_title, train_where, "tokens per second and device, longer is faster"),
-        *(lambda row, ms: row.tokens_per_s_per_gpu * row.step_ms / ms, _train_text),
+        "tokens per second and device, longer is faster",
+        lambda row, ms: row.tokens_per_s_per_gpu * row.step_ms / ms,
+        _train_text,
     ),
     "model": (
-        *(model_title, model_where, "tokens (ViT: images) per second, longer is faster"),
-        *(lambda row, ms: row.per_s * row.step_ms / ms, _model_text),
+        "tokens (ViT: images) per second, longer is faster",
+        lambda row, ms: row.per_s * row.step_ms / ms,
+        _model_text,
     ),
 }
 

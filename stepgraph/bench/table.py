@@ -7,8 +7,9 @@ from stepgraph.bench.rows import ProviderRow, Row
 
 
 def in_markdown(
-    heading: str,
-    place: str,
+    model: str,
+    env: dict[str, Any],
+    settings: dict[str, Any],
     columns: Mapping[str, Callable[[Any], str]],
     rows: Sequence[ProviderRow],
     notes: Sequence[str],
@@ -17,8 +18,8 @@ def in_markdown(
     """Everything about one model: heading, device, a table with a row a provider, notes and the last line. ``columns``:
     what a row shows under each name."""
     cells = [[show(row) for show in columns.values()] for row in rows]
-    lines = [f"### {heading}", "", place, "", *align([*columns], cells), "", *(f"- {note}" for note in notes)]
-    return "\n".join(lines + ([] if last is None else ["", last])) + "\n"
+    lines = [f"### {title(model, settings)}", "", where(env, settings), "", *align([*columns], cells), ""]
+    return "\n".join(lines + [f"- {note}" for note in notes] + ([] if last is None else ["", last])) + "\n"
 
 
 def shown(name: str, form: str, scale: float = 1) -> Callable[[ProviderRow], str]:
@@ -71,21 +72,36 @@ def section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Seq
         columns["host ms"] = shown("host_ms", ".3g")
         columns["TFLOP/s"] = shown("tokens_per_s", ".0f", flops / 1e12)
         columns["MFU"] = shown("tokens_per_s", ".1%", flops / peak) if peak else lambda row: ""
-    return in_markdown(title(model, settings), where(env, settings), columns, rows, _notes(settings, chosen, rows))
+    return in_markdown(model, env, settings, columns, rows, _notes(settings, chosen, rows))
 
 
 def title(model: str, settings: dict[str, Any]) -> str:
-    """The model and its batch, such as ``golf, batch 32 x 2048, bf16``."""
+    """The model, mesh and batch: ``golf, batch 32 x 2048, bf16``, or ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 per
+    data-parallel rank, bf16``."""
     chosen = settings["models"][model]
-    return f"{model}, batch {chosen['batch_size']} x {chosen['seq_len']}, {chosen['precision']}"
+    microbatches = f"{chosen['accumulate']} x " if chosen.get("accumulate", 1) > 1 else ""
+    target = f" + {chosen['target_len']}" if chosen.get("target_len") else ""
+    per = " per data-parallel rank" if "mesh" in chosen else ""
+    parts = [
+        *(model, chosen.get("mesh")),
+        f"batch {microbatches}{chosen['batch_size']} x {chosen['seq_len']}{target}{per}",
+        chosen.get("precision", "bf16"),
+        f"LoRA of rank {chosen['lora']}" if chosen.get("lora") else "",
+        "" if chosen.get("fp8", "off") == "off" else f"fp8 {chosen['fp8']}",
+        f"pipeline {chosen['pipeline']}" if chosen.get("pipeline") else "",
+        "balanced routing" if chosen.get("balanced_routing") else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def where(env: dict[str, Any], settings: dict[str, Any]) -> str:
-    """The device and the versions in one line."""
-    versions, threads = env["versions"], env["torch_threads"]
-    device = env["gpus"][0] if settings["device"] == "cuda" else f"{env['cpu']}, {threads} thread{'s' * (threads != 1)}"
-    tail = f", CUDA {versions['cuda']}" if settings["device"] == "cuda" else ""
-    return f"{device}; torch {versions['torch']}, stepgraph {versions['stepgraph']}{tail}"
+    """The devices and the versions in one line."""
+    versions, threads, cuda = env["versions"], env["torch_threads"], settings["device"] == "cuda"
+    device = env["gpus"][0] if cuda else f"{env['cpu']}, {threads} thread{'s' * (threads != 1)}"
+    ranks = f"{settings['ranks']} {'x' if cuda else 'ranks on'} " if "ranks" in settings else ""
+    tail = f", CUDA {versions['cuda']}" if cuda else ""
+    tail += f", transformers {settings['transformers']}" if "transformers" in settings else ""
+    return f"{ranks}{device}; torch {versions['torch']}, stepgraph {versions['stepgraph']}{tail}"
 
 
 def best_compile(rows: Sequence[Row]) -> Row | None:

@@ -5,20 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.bench.rows import Row, geometric_mean
-from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, times_faster, troubles, where
-
-
-def model_title(model: str, settings: dict[str, Any]) -> str:
-    """The model and its batch, such as ``qwen3-0.6b, batch 8 x 2048, bf16``."""
-    chosen = settings["models"][model]
-    target = f" + {chosen['target_len']}" if chosen.get("target_len") else ""
-    adapters = f", LoRA of rank {chosen['lora']}" if chosen.get("lora") else ""
-    return f"{model}, batch {chosen['batch_size']} x {chosen['seq_len']}{target}, bf16{adapters}"
-
-
-def model_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
-    """The device and the versions in one line."""
-    return f"{where(env, settings)}, transformers {settings['transformers']}"
+from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, times_faster, troubles
 
 
 def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -37,7 +24,7 @@ def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
     columns["first step s"] = shown("first_step_s", ".1f")
     columns["loss"] = lambda row: f"{row.losses[0]:.4f}" if row.losses and row.losses[0] is not None else ""
     notes = _notes(settings, settings["models"][model], rows)
-    return in_markdown(model_title(model, settings), model_where(env, settings), columns, rows, notes)
+    return in_markdown(model, env, settings, columns, rows, notes)
 
 
 def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.bench.table import in_markdown, shown, step_ms, troubles, where
+from stepgraph.bench.table import in_markdown, shown, step_ms, troubles
 from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
 
 
@@ -27,27 +27,7 @@ def train_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
         columns["reserved GiB"] = shown("peak_reserved_gib", ".2f")
         columns["exposed comm."] = lambda row: f"{row.exposure['share']:.1%}" if row.exposure else ""
     notes = _notes(settings["models"][model], settings, rows)
-    return in_markdown(train_title(model, settings), train_where(env, settings), columns, rows, notes, summary(rows))
-
-
-def train_title(model: str, settings: dict[str, Any]) -> str:
-    """The model, mesh and batch, such as ``llama3-8b, fsdp=2,tp=2, batch 1 x 8192 per data-parallel rank, bf16``."""
-    chosen = settings["models"][model]
-    microbatches = f"{chosen['accumulate']} x " if chosen.get("accumulate", 1) > 1 else ""
-    parts = [
-        f"batch {microbatches}{chosen['batch_size']} x {chosen['seq_len']} per data-parallel rank",
-        chosen["precision"],
-        "" if chosen.get("fp8", "off") == "off" else f"fp8 {chosen['fp8']}",
-        f"pipeline {chosen['pipeline']}" if chosen.get("pipeline") else "",
-        "balanced routing" if chosen.get("balanced_routing") else "",
-    ]
-    return ", ".join([model, chosen["mesh"], *filter(None, parts)])
-
-
-def train_where(env: dict[str, Any], settings: dict[str, Any]) -> str:
-    """The devices and the versions in one line."""
-    times = f"{settings['ranks']} x " if settings["device"] == "cuda" else f"{settings['ranks']} ranks on "
-    return times + where(env, settings)
+    return in_markdown(model, env, settings, columns, rows, notes, summary(rows))
 
 
 def summary(rows: Sequence[TrainRow]) -> str:
