@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import Traced, checks, flatten_batch
-from stepgraph.capture.batch import batch_sizes, first_places, form, masks_of_ones
+from stepgraph.capture.batch import batch_sizes, first_places, form, leaves_by_name, masks_of_ones
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
@@ -24,7 +24,7 @@ from stepgraph.graph.program import StepProgram
 from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.lower import StepSpec, learn_lengths, rewrite, trace
+from stepgraph.lower import Lengths, StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, Target, resolve
@@ -131,7 +131,7 @@ class CapturedStep:
             check_schedule(self.pipeline.name, self.pipeline.ranks, spec.accumulate)
         self._modules = list(spec.model.modules())
         self._update = Update(spec.optimizer) if spec.optimizer is not None else None
-        self._forms = Forms()
+        self._forms, self._lengths = Forms(), None
         leaves, structure = flatten_batch(batch)
         checks.check_microbatches(leaves, spec.accumulate)
         self._largest = [size // spec.accumulate for size in batch_sizes(leaves)]
@@ -354,15 +354,16 @@ class CapturedStep:
 
     @compat.collector_off()  # once for all parts: it would walk the trace again after each
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
-        with Waiting():
+        with Waiting(why=_of_another_form(batch), first_s=1.0) if self._forms else Waiting():
             return self._captured(batch, signature)
 
     def _captured(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room(batch, signature)
         spec = replace(self.spec, batch=batch, ones=self._ones, accumulate=self._microbatches(batch))
-        if not self._forms:
-            learn_lengths(spec)
-        traced, apply = trace(spec), partial(self._rewrite, spec)
+        if not self._forms and learn_lengths(spec):
+            self._lengths = Lengths()
+        traced = trace(spec) if self._lengths is None else self._lengths.traced(spec, signature[1:])
+        apply = partial(self._rewrite, spec)
         if self._store is None:
             apply(traced)
         else:
@@ -373,11 +374,22 @@ class CapturedStep:
             self._update.settle(traced.program, traced.slots)
         bound = BoundStep(traced, self._update, self._session, self._accumulators)
         self._forms.keep(signature, bound)
+        if self._lengths is not None:
+            self._lengths.keep(bound)
+            for report in traced.program.reports:
+                report.notes += [self._lengths.note] if report.name == "inductor" and self._lengths.note else []
         return bound
 
     def _rewrite(self, spec: StepSpec, traced: Traced) -> None:
         traced.program = rewrite(traced.program, spec, dump=self.dump)
         _warn_of_memory(traced.program, Target.on(spec.device).memory)
+
+
+def _of_another_form(batch: Any) -> str:
+    """What lines begin with while ``batch`` is captured in the midst of a run."""
+    tensors = ((name, leaf) for name, leaf in leaves_by_name(batch).items() if isinstance(leaf, torch.Tensor))
+    name, first = next(tensors, ("", None))
+    return "a batch of another form: " if first is None else f"a batch of another form, {name} {[*first.shape]}: "
 
 
 def _refuse_autocast() -> None:

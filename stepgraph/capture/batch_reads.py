@@ -7,6 +7,7 @@ runs the same graph, another one is captured again.
 
 import bisect
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,10 +23,17 @@ class BatchReads:
     """Values that follow from those of a batch and of buffers: the computation of each, in the order of the trace.
 
     ``places``: for each placeholder of the trace whose values are known, the place of its leaf in the batch.
-    ``buffers``: and the live buffer of each.
+    ``buffers``: and the live buffer of each. ``open_sizes``: whether all that Python learns is kept, as of a trace
+    whose sizes are open: what follows from literals may depend on them.
     """
 
-    def __init__(self, places: Mapping[fx.Node, int], buffers: Mapping[fx.Node, torch.Tensor] = MappingProxyType({})):
+    def __init__(
+        self,
+        places: Mapping[fx.Node, int],
+        buffers: Mapping[fx.Node, torch.Tensor] = MappingProxyType({}),
+        open_sizes: bool = False,
+    ):
+        self.open_sizes, self._size = open_sizes, compat.at_hint
         self._graph = fx.Graph()
         self._copies = {node: self._graph.placeholder(node.name) for node in (*places, *buffers)}
         self._leaves = {self._copies[node]: place for node, place in places.items()}
@@ -75,6 +83,11 @@ class BatchReads:
                 values[node] = computed(node, values)
         return [values[node] for node in nodes]
 
+    @property
+    def of_batch(self) -> bool:
+        """Whether what Python has learned follows from the batch or from buffers."""
+        return any(node.users for node in (*self._leaves, *self._buffers))
+
     def reads(self, node: fx.Node) -> bool:
         """Whether what Python has learned follows from ``node``, a placeholder of the trace."""
         return bool(self._copies[node].users)
@@ -92,6 +105,12 @@ class BatchReads:
                 for k in range(microbatches)
             )
 
+    def at(self, size: Callable[[Any], Any]) -> "BatchReads":
+        """The same, of open sizes, where these are what ``size`` makes of them."""
+        other = copy.copy(self)
+        other._size = size
+        return other
+
     def close(self) -> None:
         """After the trace: forget it."""
         self._copies, self._order, self._calls = {}, [], []
@@ -102,7 +121,7 @@ class BatchReads:
             if node.op == "placeholder":
                 continue
             try:
-                values[node] = computed(node, values)
+                values[node] = computed(node, values, self._size)
             except (RuntimeError, IndexError):  # the trace of this batch raises it at the model's line
                 return False
             if node in self._answers and not _equal(values[node], self._answers[node]):
@@ -150,16 +169,17 @@ def reads_shape(node: fx.Node) -> bool:
     return packet(node) in _SHAPED
 
 
-def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """The value of ``node`` from those of its sources, on the CPU."""
+def computed(node: fx.Node, values: Mapping[fx.Node, Any], size: Callable[[Any], Any] = compat.at_hint) -> Any:
+    """The value of ``node`` from those of its sources, on the CPU; ``size``: what an open size is."""
 
     def value(source: fx.Node) -> Any:
         if source in values:
             return compat.pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, values[source])
         like = source.meta["val"]  # only its shape matters
-        return torch.empty((), dtype=like.dtype).expand(like.shape)
+        return torch.empty((), dtype=like.dtype).expand([size(one) for one in like.shape])
 
     arguments = fx.map_arg((node.args, node.kwargs), value)
+    arguments = compat.pytree.tree_map_only(torch.SymInt, size, arguments)
     args, kwargs = compat.pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
     return node.target(*args, **kwargs)
 

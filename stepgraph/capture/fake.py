@@ -5,7 +5,7 @@ memory. For some operators torch's fake kernels give another layout than the rea
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,14 +57,34 @@ _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU = {
 _KNOWN = (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU, _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU)
 
 
-def fake_mode() -> compat.FakeTensorMode:
-    """A fake mode for capture: static shapes; real tensors that the step reads become constants of the graph."""
-    # No shape environment: it would invent symbols for the value of `.item()` and for the size of `nonzero`.
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+def fake_mode(open_sizes: bool = False) -> compat.FakeTensorMode:
+    """A fake mode for capture: static shapes; real tensors that the step reads become constants of the graph.
+
+    ``open_sizes``: its tensors may have them.
+    """
+    # Else no shape environment, which may invent symbols for the value of `.item()` and for the size of `nonzero`.
+    env = compat.shape_env() if open_sizes else None
+    mode = compat.FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True, shape_env=env)
     compat.refuse_data_pointers(mode)
     # Not a subclass: higher-order operators look up the modes that they support by class.
     mode.dispatch = functools.partial(_dispatch, mode, mode.dispatch)
     return mode
+
+
+class OpenSizes(compat.SymbolicSizes):
+    """The sizes of a microbatch's tensors by their places among the batch's leaves: ``shapes`` gives each dimension its
+    size, or the place of an open one among ``hints``, and whether it is open."""
+
+    def __init__(self, hints: Sequence[int], shapes: Mapping[int, Sequence[tuple[int, bool]]]):
+        super().__init__(hints, fake_mode(open_sizes=True))
+        self.shapes = {
+            leaf: [self.symbols[size] if is_open else size for size, is_open in shape] for leaf, shape in shapes.items()
+        }
+
+    def fake(self, leaf: int, like: torch.Tensor) -> torch.Tensor:
+        """What a leaf is traced with: contiguous, and but for its sizes as ``like``."""
+        with self.mode, torch.no_grad():
+            return torch.empty(self.shapes[leaf], dtype=like.dtype, device=like.device)
 
 
 def _dispatch(
@@ -74,6 +94,9 @@ def _dispatch(
     if func is _GROUPED and all(t.fake_mode is mode for t in args[:2] if isinstance(t, compat.FakeTensor)):
         with mode:
             return _grouped_mm(*args, **(kwargs or {}))
+    if mode.shape_env is not None and (formula := compat.for_open_sizes(func)) and compat.is_open(args[0]):
+        with mode:
+            return formula(*args, **(kwargs or {}))
     made = dispatch(func, types, args, kwargs)
     # torch says that its workspace is empty, which is true with gradient mode off.
     if func is aten.mkldnn_rnn_layer.default and torch.is_grad_enabled():

@@ -175,7 +175,7 @@ class KnownValues(compat.DispatchMode):
         given = compat.pytree.tree_map(node, given)
         asked = [leaf for leaf in compat.pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
         history = set().union(*(self._history(node) or () for node in asked))
-        if self._reads is not None and not history.isdisjoint(self._batch):
+        if self._reads is not None and (self._reads.open_sizes or not history.isdisjoint(self._batch)):
             self._reads.note({node: _literal(node) for node in history}, function, *given, answer)
         return answer
 
@@ -241,6 +241,8 @@ class KnownValues(compat.DispatchMode):
         """Whether ``node`` has one value, whatever the memory held that ``torch.empty`` gave."""
         if not any(packet(made) in _UNINITIALIZED for made in history):
             return True
+        if self._reads is not None and self._reads.open_sizes:  # what was written depends on them
+            return False
         least, greatest = (self._computed(node, history, bound) for bound in ("min", "max"))
         return torch.equal(least, greatest)
 

@@ -17,7 +17,7 @@ from stepgraph.capture import guard as conditions
 from stepgraph.capture.batch import first_places, flatten_batch, has_values, leaves_by_name, microbatch, rebuilt
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
-from stepgraph.capture.fake import fake_mode
+from stepgraph.capture.fake import OpenSizes, fake_mode
 from stepgraph.capture.formulas import ALONE, BY_GRADIENTS
 from stepgraph.capture.gradients import Share
 from stepgraph.capture.guard import Guard, Kept, check_repeatable, written_names
@@ -36,7 +36,7 @@ from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.python.reads import Change, Reads
 from stepgraph.capture.python.replay import FILLS, Replay, ReplayError
 from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
-from stepgraph.capture.python.values import fake_inside
+from stepgraph.capture.python.values import fake_inside, is_under_torch
 from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import Recorder, RunAgain, calls_to_repeat
 from stepgraph.capture.reshapes import reshape_by_views
@@ -71,7 +71,7 @@ class Traced:
     compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated. ``generators``:
     the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values. ``hosts``: what
     calls do on the host for optimizers. ``draws``: random numbers that the host draws. ``replay``: the loss function's
-    Python, to run again after each step.
+    Python, to run again after each step. ``changes``: whether forward or the loss changed anything in Python.
     """
 
     program: StepProgram
@@ -84,6 +84,7 @@ class Traced:
     hosts: list[Host] = field(default_factory=list)
     draws: Draws = field(default_factory=Draws)
     replay: Replay | None = None
+    changes: bool = False
 
     @property
     def step(self) -> StepGraph:
@@ -111,6 +112,7 @@ def trace_step(
     replays: bool = False,
     shapes: Mapping[str, Sequence[int]] | None = None,
     room: float = math.inf,
+    open_sizes: OpenSizes | None = None,
 ) -> Traced:
     """Capture one training step of ``model``.
 
@@ -125,7 +127,8 @@ def trace_step(
     reads of values may be answered after the step, see `stepgraph.capture.python.replay`. ``shapes``: of whole
     parameters whose shards may be padded, by name. ``room``: bytes of the optimizer's state that may be on the
     GPU; what is beyond goes to host memory. All is traced as on its parameter's device: `Update.settle` puts it where
-    the rewritten graphs have it.
+    the rewritten graphs have it. ``open_sizes``: of the batch's tensors; a step that changes anything in
+    Python is refused with them.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
@@ -136,7 +139,7 @@ def trace_step(
     checks.check_microbatches(leaves, accumulate)
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
-    given = (*given, shapes, room)
+    given = (*given, shapes, room, open_sizes)
     failed: ReplayError | None = None
     for fill in FILLS if replays else ():
         try:
@@ -161,11 +164,15 @@ def _traced(*given: Any) -> Traced:
                 break
             except (RunAgain, Again, DrawsFound) as found:
                 if isinstance(found, RunAgain):
-                    given = (*given[:13], found.calls, given[14])
+                    given = (*given[:14], found.calls, given[15])
                 elif isinstance(found, DrawsFound):
-                    given = (*given[:14], found.hosted)
+                    given = (*given[:15], found.hosted)
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
+        if trace.open_sizes is not None and (trace.changes or trace.kept):
+            for change in trace.changes:
+                change.put(change.old)
+            raise CaptureError("forward or the loss changes something in Python, with sizes that are open")
         moving = trace.prove_replay()
         places = {(id(change.holder), change.key) for change in moving}
         trace.changes = [change for change in trace.changes if (id(change.holder), change.key) not in places]
@@ -176,6 +183,7 @@ def _traced(*given: Any) -> Traced:
             writes.check(trace.changes, later.changes, same)
             writes.keep(trace.changes)
         checks.warn_of_kept(trace.kept)
+        changes = bool(moving or trace.changes or trace.kept)
     except CaptureError:
         trace.drop_state()
         raise
@@ -187,7 +195,7 @@ def _traced(*given: Any) -> Traced:
     checks.check_alike(trace.batch_reads.hold(flatten_batch(batch)[0], accumulate), accumulate)
     replay = trace.replay if trace.replay and (trace.replay.wanted or moving) else None
     hosts = trace.update.hosts if trace.update else []
-    return Traced(*found, generators, trace.batch_reads, hosts, trace.draws, replay)
+    return Traced(*found, generators, trace.batch_reads, hosts, trace.draws, replay, changes)
 
 
 class StepTrace:
@@ -207,6 +215,7 @@ class StepTrace:
         ones: Sequence[int] = (),
         shapes: Mapping[str, Sequence[int]] | None = None,
         room: float = math.inf,
+        open_sizes: OpenSizes | None = None,
         fill: float | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
@@ -235,9 +244,11 @@ class StepTrace:
         self.recorder = Recorder(model, repeated or ())
         live = [t for slot in self.slots for t in unwrap(slot.tensor)[0]]
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
-        self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i])[0])])
+        self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i])[0])], open_sizes)
+        self.open_sizes = open_sizes
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model, loss_fn, self.update.code() if self.update else {})
+        self.reads.types.of_packages = open_sizes is not None
         self.replay = None if fill is None else Replay(model, loss_fn, self.slots, self.mode, fill)
         self.changes: list[Change] = []
         self.batch_reads = BatchReads({})
@@ -349,7 +360,10 @@ class StepTrace:
 
     def _batch_inputs(self, inputs: Inputs) -> dict[int, tuple[slice, Wrapping | None]]:
         first = [i for i in self.tensor_leaves if self.first[i] == i]
-        return {i: inputs.add(partial(values.BatchLeaf, i), self.leaves[i]) for i in first}
+        made = {i: inputs.add(partial(values.BatchLeaf, i), self.leaves[i]) for i in first}
+        for i in self.open_sizes.shapes if self.open_sizes else ():
+            inputs.fakes[made[i][0].start] = self.open_sizes.fake(i, self.leaves[i])
+        return made
 
     def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
         """The batch of stand-ins."""
@@ -377,7 +391,8 @@ class StepTrace:
             for slot, tensor in zip(self.slots, tensors, strict=True)
             if self.share is None and not slot.is_parameter and checks.is_setting(slot.tensor)
         }
-        self.batch_reads = BatchReads(places, {node: slot.tensor for node, slot in self.settings.items()})
+        buffers = {node: slot.tensor for node, slot in self.settings.items()}
+        self.batch_reads = BatchReads(places, buffers, self.open_sizes is not None)
         known = {node: self.leaves[i] for node, i in places.items()}
         known |= {node: slot.tensor for node, slot in self.settings.items()}
         with compat.without_modes():  # a copy from a GPU would be fake
@@ -604,6 +619,7 @@ class StepTrace:
             compat.trace_context(self.mode),
             compat.dispatch_flex_attention(),
             compat.inline_compiled(),
+            compat.open_sizes(is_under_torch) if self.open_sizes else contextlib.nullcontext(),
             explained(self.recorder),
         ):
             module = compat.trace(traced, inputs.fakes)
@@ -654,8 +670,10 @@ def _name_numbers(step: StepGraph) -> None:
             node.meta["val"] = fake_value(node)  # a conjugate, where the trace had the number
 
 
-def _mode_of(live: Sequence[torch.Tensor]) -> compat.FakeTensorMode:
+def _mode_of(live: Sequence[torch.Tensor], open_sizes: OpenSizes | None = None) -> compat.FakeTensorMode:
     modes = {t.fake_mode for t in live if isinstance(t, compat.FakeTensor)}
+    if open_sizes is not None:
+        modes.add(open_sizes.mode)
     if len(modes) > 1:
         raise CaptureError("the model's fake tensors belong to several fake modes; build it under one")
     return modes.pop() if modes else fake_mode()

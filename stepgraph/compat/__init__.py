@@ -89,7 +89,7 @@ from stepgraph.compat.fake import (
     transformers_sees_values,
     without_modes,
 )
-from stepgraph.compat.lengths import SymbolicLength, keep_mode
+from stepgraph.compat.lengths import SymbolicSizes, at_hint, for_open_sizes, is_open, keep_mode, open_sizes, shape_env
 from stepgraph.compat.memory import dump_memory, record_memory
 from stepgraph.compat.modules import conversions_of_modules, has_gradient_hooks, hooks_of_every_module
 from stepgraph.compat.optimizer import (

@@ -1,27 +1,146 @@
-"""Symbolic sizes: a length that the compiler keeps open, and what it assumed of it."""
+"""Symbolic sizes: sizes that a trace or a compiler keeps open, and what it assumed of them."""
 
+import contextlib
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import sympy
 import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    has_symbolic_sizes_strides,
+)
+
+from stepgraph.compat.replaced import replaced
 
 
-class SymbolicLength:
-    """A length of at least 2 that is open. ``symbol``: a ``torch.SymInt`` whose value is ``hint`` where one is needed.
-    ``mode``: the fake mode whose tensors may have it as a size."""
+class SymbolicSizes:
+    """Sizes of at least 2 that are open. ``symbols``: a ``torch.SymInt`` for each of the ``hints``, which is its value
+    where one is needed. ``mode``: the fake mode whose tensors may have them as sizes; without one, a new one."""
 
-    def __init__(self, hint: int):
+    def __init__(self, hints: Sequence[int], mode: FakeTensorMode | None = None):
         from torch._dynamo.source import ConstantSource  # imports Dynamo and Inductor, which takes seconds
 
-        self.mode = FakeTensorMode(shape_env=ShapeEnv())
+        self.mode = FakeTensorMode(shape_env=ShapeEnv()) if mode is None else mode
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        fake = self.mode.from_tensor(torch.empty(hint), source=ConstantSource("length"), symbolic_context=context)
-        self.symbol = fake.shape[0]
-        self._expression = self.symbol.node.expr
+        self.symbols = [
+            self.mode.from_tensor(
+                torch.empty(hint), static_shapes=False, source=ConstantSource(f"size_{i}"), symbolic_context=context
+            ).shape[0]
+            for i, hint in enumerate(hints)
+        ]
+        self._expressions = [symbol.node.expr for symbol in self.symbols]
 
-    def may_be(self, length: int) -> bool:
-        """Whether everything that was assumed of the length so far holds for ``length``."""
-        guards = (guard.expr for guard in self.mode.shape_env.guards)
-        return length > 1 and all(bool(expr.xreplace({self._expression: length}) == True) for expr in guards)  # noqa: E712
+    def broken(self, sizes: Sequence[int]) -> str:
+        """What was assumed so far and does not hold for these ``sizes``, as text; "" where everything holds."""
+        known = self._known(sizes)
+        if min(sizes) < 2:
+            return "size > 1"
+        guards = [guard.expr for guard in self.mode.shape_env.guards]
+        expr = next((expr for expr in guards if not bool(expr.xreplace(known) == True)), None)  # noqa: E712
+        names = {known: sympy.Symbol(f"size{i}") for i, known in enumerate(known)}
+        return "" if expr is None else str(expr.xreplace(names))
+
+    def at(self, value: Any, sizes: Sequence[int]) -> Any:
+        """An open ``value`` where the sizes are ``sizes``; any other value is itself."""
+        return int(value.node.expr.xreplace(self._known(sizes))) if isinstance(value, torch.SymInt) else value
+
+    def _known(self, sizes: Sequence[int]) -> dict[sympy.Expr, sympy.Integer]:
+        return {expr: sympy.Integer(size) for expr, size in zip(self._expressions, sizes, strict=True)}
+
+
+def shape_env() -> ShapeEnv:
+    """What notes the assumptions of a trace with open sizes. It invents no symbol for a value or a count."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+
+
+def at_hint(value: Any) -> Any:
+    """The size at hand of an open ``value``, of which nothing is assumed by this; any other value is itself."""
+    return value.node.hint if isinstance(value, torch.SymInt) else value
+
+
+def is_open(tensor: torch.Tensor) -> bool:
+    """Whether a size, a stride or the offset of ``tensor`` is open."""
+    return has_symbolic_sizes_strides(tensor)
+
+
+def for_open_sizes(func: OpOverload) -> Callable[..., Any] | None:
+    """What computes the form that ``func`` gives where its own kernel takes known sizes alone; None for others."""
+    return decomposition_table[func] if func is torch.ops.aten.constant_pad_nd.default else None
+
+
+@contextlib.contextmanager
+def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
+    """What a trace with open sizes runs under. Nodes get a size itself as an argument, and not a node that computes it.
+
+    To code whose file is not ``is_under_torch`` an open size is an ``int`` in all that it may ask: its class, and by an
+    assumption about the size its text, hash and attributes. `stepgraph.capture.python.reads` answers ``type(size)``.
+    """
+    plain, fetch = proxy_tensor.PythonKeyTracer.create_arg, proxy_tensor.fetch_sym_proxy
+
+    def is_open(value: Any) -> bool:
+        return type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool) and not value.node.expr.is_number
+
+    def create_arg(tracer: Any, value: Any) -> Any:
+        return value if is_open(value) else plain(tracer, value)
+
+    def fetch_sym_proxy(tracer: Any) -> Callable[[Any], Any]:
+        known = fetch(tracer)
+        return lambda value: value if is_open(value) else known(value)
+
+    with (
+        warnings.catch_warnings(),
+        replaced(proxy_tensor.PythonKeyTracer, create_arg=create_arg),
+        replaced(proxy_tensor, fetch_sym_proxy=fetch_sym_proxy),
+        _as_integers(is_under_torch),
+    ):
+        warnings.simplefilter("ignore")  # what the model warns of was said before; torch warns of sizes in nodes
+        yield
+
+
+@contextlib.contextmanager
+def _as_integers(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
+    held = gc.get_referents(vars(torch.SymInt))[0]  # a class's own __class__ cannot be set
+    text, key = torch.SymInt.__repr__, torch.SymInt.__hash__
+
+    def class_of(size: torch.SymInt) -> type:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "__instancecheck__":
+            frame = frame.f_back or frame
+        return int if asked(size, frame) else type(size)
+
+    def asked(size: torch.SymInt, frame: FrameType) -> bool:
+        return type(size) is torch.SymInt and not is_under_torch(frame.f_code.co_filename)
+
+    def as_text(size: torch.SymInt) -> str:
+        return repr(int(size)) if asked(size, sys._getframe(1)) else text(size)
+
+    def as_key(size: torch.SymInt) -> int:
+        return hash(int(size)) if asked(size, sys._getframe(1)) else key(size)
+
+    def attribute(size: torch.SymInt, name: str) -> Any:
+        if name.startswith("__") or not hasattr(int, name) or type(size) is not torch.SymInt:
+            raise AttributeError(f"'SymInt' object has no attribute {name!r}")
+        return getattr(int(size), name)
+
+    held["__class__"] = property(class_of)
+    torch.SymInt.__getattr__ = attribute  # Python now looks up the class's attributes again
+    try:
+        with replaced(torch.SymInt, __repr__=as_text, __hash__=as_key):
+            yield
+    finally:
+        del held["__class__"]
+        del torch.SymInt.__getattr__
 
 
 def keep_mode(output: torch.fx.Node, mode: FakeTensorMode) -> None:

@@ -14,6 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _ProxyTensor, get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import has_symbolic_sizes_strides
 from torch.fx.traceback import has_preserved_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,6 +74,8 @@ class _Call:
             slot = self.tracer.tensor_tracker.get(value)
             plain = value.constant is None and value.layout is torch.strided and not value.dtype.is_complex
             if slot is None or slot.constant is not None or not plain or value.is_neg():
+                raise _Unknown
+            if has_symbolic_sizes_strides(value):
                 raise _Unknown
             self.tensors.append(value)
             self._form += value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device

@@ -220,7 +220,8 @@ class ForLengths:
 
     def __init__(self, piece: fx.GraphModule, found: list[Number], where: int, hint: int, config: dict[str, Any]):
         self.numbers, self.where = found, where
-        self.length = compat.SymbolicLength(hint)
+        self.length = compat.SymbolicSizes([hint])
+        (self.symbol,) = self.length.symbols
         with self.length.mode:
             graph, inputs = self._symbolic(piece)
             self.function = compat.inductor_compile(graph, inputs, config, self.length.mode)
@@ -229,19 +230,19 @@ class ForLengths:
         """The length of the piece with these numbers if this one computes it, else None."""
         length = found[self.where]
         same = all(mine.at(length) == theirs for mine, theirs in zip(self.numbers, found, strict=True))
-        return length if same and self.length.may_be(length) else None
+        return length if same and not self.length.broken([length]) else None
 
     def _symbolic(self, piece: fx.GraphModule) -> tuple[fx.GraphModule, list[Any]]:
         """The piece with the length as its first input, and its inputs: symbolic sizes, no values."""
         graph, found = fx.Graph(), iter(self.numbers)
         copies: dict[fx.Node, fx.Node] = {}
-        inputs: list[Any] = [self.length.symbol]
+        inputs: list[Any] = [self.symbol]
         length = graph.placeholder("length")
-        length.meta["val"] = self.length.symbol
+        length.meta["val"] = self.symbol
         placeholders = piece.graph.find_nodes(op="placeholder")
         for node in placeholders:
             value = node.meta["val"]
-            sizes, strides = ([next(found).at(self.length.symbol) for _ in range(value.ndim)] for _ in range(2))
+            sizes, strides = ([next(found).at(self.symbol) for _ in range(value.ndim)] for _ in range(2))
             copies[node] = graph.placeholder(node.name)
             copies[node].meta["val"] = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
             inputs.append(copies[node].meta["val"])

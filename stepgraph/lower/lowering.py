@@ -9,6 +9,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
+from stepgraph.capture.fake import OpenSizes
 from stepgraph.capture.forward import trace_forward
 from stepgraph.errors import warn_caller
 from stepgraph.graph.program import StepProgram
@@ -44,8 +45,9 @@ def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = N
 
 
 @compat.gpu_context_once()
-def trace(spec: StepSpec, target: Target | None = None) -> Traced:
-    """The step as captured. In a pipeline the graph of a microbatch has all stages, which `rewrite` cuts."""
+def trace(spec: StepSpec, target: Target | None = None, open_sizes: OpenSizes | None = None) -> Traced:
+    """The step as captured. In a pipeline the graph of a microbatch has all stages, which `rewrite` cuts.
+    ``open_sizes``: of the batch's tensors, with which it is not captured but rehearsed for other sizes."""
     prepare(spec.passes, spec.disable, target or Target(spec.device.type))
     if not spec.backward:
         return trace_forward(spec.model, spec.loss_fn, spec.batch)
@@ -62,6 +64,7 @@ def trace(spec: StepSpec, target: Target | None = None) -> Traced:
             replays=spec.replays,
             shapes=shapes,
             room=room_for_state(spec, target),
+            open_sizes=open_sizes,
         )
 
 
@@ -165,13 +168,13 @@ def _copied(step: StepGraph) -> StepGraph:
     return dataclasses.replace(step, module=module, executable=None, recording=None, log=[], **own)
 
 
-def learn_lengths(spec: StepSpec) -> None:
-    """Before the first capture of a step that is to serve batches of any length: trace a batch of half the length, and
+def learn_lengths(spec: StepSpec) -> bool:
+    """Whether a step is to serve batches of any length. Before its first capture: trace a batch of half the length, and
     so learn what depends on the length. Does nothing for other steps."""
     passes = dry_run(spec.passes, spec.disable, Target(spec.device.type))
     other = None if passes is None else shorter(spec.batch)
     if other is None:
-        return
+        return passes is not None
     try:
         traced = trace(dataclasses.replace(spec, batch=other))
     except Exception as error:  # it is not the user's batch: a model may refuse it
@@ -179,6 +182,7 @@ def learn_lengths(spec: StepSpec) -> None:
             f"any_length: a batch of half the length cannot be traced ({str(error).splitlines()[0][:120]}), so the "
             "first length is compiled separately"
         )
-        return
+        return True
     for graph in traced.program.graphs.values():
         run_passes(graph, passes)
+    return True

@@ -28,14 +28,21 @@ def tell(line: str) -> None:
 
 class Waiting(logging.Handler):
     """A context manager: ``say`` gets a line, such as ``compiling piece 3 of 11 (12 s)``, whenever `EVERY_S` seconds
-    have passed without one. ``what``: the work that comes before the first pass. Inside another one it does nothing.
+    have passed without one. ``what``: the work that comes before the first pass. ``why``: what all lines begin with.
+    ``first_s``: seconds until the first one, if fewer. Inside another one it does nothing.
     """
 
     _active = False
 
-    def __init__(self, say: Callable[[str], object] = tell, what: str = "tracing the step"):
+    def __init__(
+        self,
+        say: Callable[[str], object] = tell,
+        what: str = "tracing the step",
+        why: str = "",
+        first_s: float | None = None,
+    ):
         super().__init__()
-        self._say, self._what = say, what
+        self._say, self._what, self._why, self._first_s = say, what, why, first_s
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,5 +75,7 @@ class Waiting(logging.Handler):
         self._what, self._since = record.getMessage(), time.monotonic()
 
     def _watch(self) -> None:
-        while not self._done.wait(EVERY_S):
-            self._say(f"{self._what} ({time.monotonic() - self._since:.0f} s)")
+        due = EVERY_S if self._first_s is None else self._first_s
+        while not self._done.wait(due):
+            self._say(f"{self._why}{self._what} ({time.monotonic() - self._since:.0f} s)")
+            due = EVERY_S

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import stepgraph
-from stepgraph.integrations import PadToLengths, choose_lengths
+from stepgraph.integrations import GraphTrainer, PadToLengths, choose_lengths
+from stepgraph.lower.lengths import NOT_TRACED
 
 transformers = pytest.importorskip("transformers")
 
@@ -213,6 +214,34 @@ def test_no_other_choice_pads_fewer_tokens(lengths, count, batch_size, multiple)
     choices = [(*c, top) for k in range(min(count, len(sizes) + 1)) for c in itertools.combinations(sizes, k)]
     assert len(chosen) <= count and chosen[-1] == top and all(n % multiple == 0 for n in chosen)
     assert tokens(chosen) == min(map(tokens, choices))
+
+
+@pytest.mark.slow
+def test_any_length_in_trainer(tmp_path):
+    """Batches of many lengths, with masks and accumulation: trained as by Trainer, and most lengths are not traced."""
+    examples = [{"input_ids": ids(n, seed=n).tolist()} for n in range(4, 52)]
+
+    def collate(rows):
+        size = max(len(row["input_ids"]) for row in rows)
+        inputs = torch.tensor([row["input_ids"] + [0] * (size - len(row["input_ids"])) for row in rows])
+        real = torch.tensor([[i < len(row["input_ids"]) for i in range(size)] for row in rows])
+        return {"input_ids": inputs, "labels": inputs.where(real, -100), "attention_mask": real.long()}
+
+    torch.manual_seed(0)
+    models = [qwen()]
+    models.append(copy.deepcopy(models[0]))
+    for kind, model in zip((transformers.Trainer, GraphTrainer), models, strict=True):
+        arguments = transformers.TrainingArguments(
+            tmp_path / kind.__name__, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=12,
+            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        own = {"passes": stepgraph.StepOptions(any_length=True)} if kind is GraphTrainer else {}
+        trainer = kind(model=model, args=arguments, train_dataset=examples, data_collator=collate, **own)
+        trainer.train()
+    forms = [bound.traced.program for step in trainer._apart.values() for bound in step._forms]
+    notes = [note for program in forms for report in program.reports for note in report.notes]
+    assert len(forms) == 24 and sum(note == NOT_TRACED for note in notes) == 20
+    torch.testing.assert_close(*(list(model.parameters()) for model in models), rtol=1e-3, atol=1e-4)
 
 
 def test_a_run_of_many_lengths_is_captured_twice():

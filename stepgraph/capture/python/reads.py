@@ -40,6 +40,8 @@ def type_of(value: Any) -> type:
     found = type(value)
     if found is compat.FakeTensor:
         return compat.class_in_eager(value)
+    if found is torch.SymInt:  # a size that the trace leaves open
+        return int
     return TYPE if found is type else found
 
 
@@ -71,13 +73,15 @@ class TensorTypes:
     """The modules of the functions that a trace meets, by what their code names."""
 
     def __init__(self) -> None:
+        self.of_packages = False  # whether functions of packages get it too
         self._found: list[dict[str, Any]] = []
         self._put: list[dict[str, Any]] | None = None
 
     def add(self, function: FunctionType) -> None:
         """A function that may run in the trace."""
         held = function.__globals__
-        if is_of_program(function.__code__.co_filename) and "type" in parts.globals_named(function):
+        counts = self.of_packages or is_of_program(function.__code__.co_filename)
+        if counts and "type" in parts.globals_named(function):
             self._found.append(held)
             self._replace(held)
 
