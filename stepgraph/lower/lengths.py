@@ -356,7 +356,7 @@ class _Graph:
         return _Number(self._places[expression])
 
     def _stride(self, size: int, mine: int, theirs: Any) -> Any:
-        """A stride of a dimension of this ``size``: it leads nowhere in one of 1, where that of open sizes may differ."""
+        """A stride of a dimension of this ``size``: in one of 1 it leads nowhere, and may differ with open sizes."""
         now = self._sizes.at(theirs, self._hints) if self._sizes else theirs
         return mine if size == 1 and now != mine else self._number(mine, theirs)
 
