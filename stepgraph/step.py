@@ -14,7 +14,14 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import Traced, checks, flatten_batch
-from stepgraph.capture.batch import batch_sizes, first_places, form, leaves_by_name, masks_of_ones
+from stepgraph.capture.batch import (
+    batch_sizes,
+    first_places,
+    form,
+    leaves_by_name,
+    masks_of_ones,
+    shared_memory,
+)
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
@@ -328,7 +335,8 @@ class CapturedStep:
         """Everything outside the tensors' values that the graph was specialized on; in an exact step which attention
         masks hide nothing too, as eager sees it."""
         self._ones = masks_of_ones(batch, self.spec.accumulate, self._mesh) if self._is_exact else ()
-        forms = type(batch), *map(form, leaves), *first_places(leaves), self._ones
+        places = (*first_places(leaves), *shared_memory(leaves))
+        forms = type(batch), *map(form, leaves), *places, self._ones
         training = tuple([module.training for module in self._modules])
         return forms, spec, training, self._update and self._update.constants()
 

@@ -133,6 +133,13 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
     return [first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves)]
 
 
+def shared_memory(leaves: Sequence[Any]) -> list[tuple[int, int]]:
+    """For each leaf that shares a storage with one before: the place of the first, and where from there it begins."""
+    first: dict[int, int] = {}
+    found = [(first.setdefault(compat.storage_key(t), i), i) for i, t in enumerate(leaves) if has_values(t)]
+    return [(a, leaves[b].storage_offset() - leaves[a].storage_offset()) for a, b in found if a != b]
+
+
 def form(leaf: Any) -> Any:
     """What of a leaf the graph was specialized on: a tensor's form, any other value itself."""
     if not isinstance(leaf, torch.Tensor):

@@ -5,6 +5,7 @@ from collections import defaultdict
 import torch
 from torch import fx
 
+from stepgraph import compat
 from stepgraph.graph.facts import HIDDEN_WRITES, TRAINING, is_launch, is_mutating, is_view
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -29,6 +30,24 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def _overlapping(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For inputs that share memory with others, such as a buffer that is a view of a parameter, one of them."""
+    spans: defaultdict[int, list[tuple[int, int, fx.Node]]] = defaultdict(list)
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.numel():
+            start = value.storage_offset() * value.element_size()
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            spans[compat.storage_key(value)].append((start, start + (last + 1) * value.element_size(), node))
+    found: dict[fx.Node, fx.Node] = {}
+    for of_storage in spans.values():
+        first, reached = None, -1
+        for start, end, node in sorted(of_storage, key=lambda span: span[:2]):
+            first = first if start < reached else node
+            found[node], reached = first, max(reached, end)
+    return found
+
+
 class Aliases:
     """Which node owns the storage that each node's result lives in, and where each storage is written.
 
@@ -41,6 +60,7 @@ class Aliases:
         self.writes: dict[fx.Node, list[int]] = defaultdict(list)
         self._root: dict[fx.Node, fx.Node] = {}
         self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._inputs = _overlapping(graph)
         for i, node in enumerate(graph.nodes):
             self.position[node] = i
             written = written_arguments(node) if is_mutating(node) else []
@@ -50,6 +70,8 @@ class Aliases:
                 self.writes[self.root(one)].append(i)
 
     def _find_root(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
+        if node.op == "placeholder":
+            return self._inputs.get(node, node)
         # Waiting for a collective gives back its result; no view, since none may take its place.
         if is_view(node) or node.target is _WAIT:
             return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own

@@ -1,10 +1,12 @@
-"""Views of numbers: what a complex tensor times a Python number is traced as."""
+"""Views of numbers: what a complex tensor times a Python number is traced as. Inputs that share memory."""
 
 import pytest
 import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.graph.aliases import Aliases
+from stepgraph.passes import StepOptions
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,65 @@ def test_numbers_have_views(function):
     (grad,) = torch.autograd.grad(loss, [model.weight])
     step = stepgraph.capture(model, loss_fn, x, passes="exact")
     assert torch.equal(step(x), loss) and torch.equal(model.weight.grad, grad)
+
+
+class Block(nn.Module):
+    """Reads ``scale``, and then writes into the same memory under another name."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.up, self.down, self.of = nn.Linear(4, 4), nn.Linear(4, 4), of
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("alias", self.up.weight.data if of == "parameter" else self.scale.view(2, 2))
+
+    def forward(self, x, read, written):
+        read = {"buffer": self.scale, "parameter": self.up.weight, "batch": read}[self.of]
+        hidden = (x * (read * 2).sum(0)).tanh()
+        (written if self.of == "batch" else self.alias).mul_(0.9)
+        return self.down(self.up.bias + hidden.exp()) + x
+
+
+class Blocks(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(of) for _ in range(2))
+
+    def forward(self, batch):
+        x = batch["x"]
+        for layer in self.layers:
+            x = layer(x, batch["read"], batch["written"])
+        return x.square().mean()
+
+
+def batch(i, alias=True):
+    rows = torch.linspace(-1, 1, 16).view(4, 4) + i
+    return {"x": torch.ones(3, 4), "read": rows[:3], "written": (rows if alias else rows.clone())[1:]}
+
+
+@pytest.mark.parametrize("of", ["buffer", "parameter", "batch"])
+def test_what_is_written_under_another_name_is_not_computed_again(of):
+    eager, captured = Blocks(of), Blocks(of)
+    captured.load_state_dict(eager.state_dict())  # a copy of a parameter shares its memory with nothing
+    sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, captured)]
+    options = StepOptions(passes="exact", memory="full")
+    step = stepgraph.capture(captured, lambda m, b: m(b), batch(0, alias=False), sgd[1], passes=options)
+    for i, alias in enumerate((True, True, False)):
+        sgd[0].zero_grad()
+        loss = eager(batch(i, alias))
+        loss.backward()
+        sgd[0].step()
+        assert torch.equal(step(batch(i, alias)), loss)
+        assert all(map(torch.equal, eager.state_dict().values(), captured.state_dict().values()))
+
+
+def test_inputs_that_lie_next_to_each_other_share_nothing():
+    model, flat = nn.Linear(4, 4), torch.randn(20)
+    model.weight, model.bias = nn.Parameter(flat[:16].view(4, 4)), nn.Parameter(flat[16:])
+    model.register_buffer("alias", flat[15:17])
+    for name in ("weight", "bias"):
+        graph = stepgraph.capture(model, lambda m, x: m(x).sum(), torch.randn(2, 4), passes=[]).graph.graph
+        inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        aliases = Aliases(graph)
+        roots = [aliases.root(node) for node in inputs.values()]
+        assert len(roots) - len(set(roots)) == (2 if name == "weight" else 0)
+        model.alias = torch.zeros(2)

@@ -177,7 +177,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         if node.meta.get(KEEP_EAGER) or is_launch(node):
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
-        reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node)
+        reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
         if reason:
             left[node] = reason
             return None
@@ -267,6 +267,14 @@ def takes_sizes_for_scales(node: fx.Node) -> str | None:
     return "Inductor finds the nearest elements by sizes, not by the scale"
 
 
+def counts_past_the_end(node: fx.Node) -> str | None:
+    """Why Inductor's value of a margin loss is not eager's, or None: it adds up what follows a row's last target (-1)
+    as if that were targets of class 0."""
+    if node.target is not aten.multilabel_margin_loss_forward.default:
+        return None
+    return "Inductor counts what follows the last target of a row"
+
+
 class _Aliased:
     """Why a node cannot be in a piece that others may share, or None: Inductor compiles a write into one input for
     whether another input is a view of it, and an offset into a storage for where its input begins."""
@@ -275,7 +283,7 @@ class _Aliased:
         aliases = Aliases(graph)
         self.root = aliases.root
         # What was reloaded is read under one name alone.
-        views = (n for n in graph.nodes if is_view(n) and n.target is not RELOAD_END)
+        views = (n for n in graph.nodes if n.op == "placeholder" or (is_view(n) and n.target is not RELOAD_END))
         self.viewed = {aliases.root(n) for n in views if aliases.root(n) is not n}
 
     def __call__(self, node: fx.Node) -> str | None:

@@ -284,3 +284,31 @@ def test_numbers_are_drawn_before_they_are_read():
         torch.manual_seed(0)
         results.append((step(batch), model.weight.grad))
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_margin_loss_ends_at_a_rows_last_target():
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def loss_fn(model, x):
+        return nn.functional.multilabel_margin_loss(model(x), torch.tensor([[3, 1, -1, 0], [2, -1, 1, 0]]))
+
+    step = stepgraph.capture(model, loss_fn, x, passes=["inductor"])
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+
+
+def shared(alias, i):
+    rows = torch.linspace(-1, 1, 12) + i
+    return {"x": rows[2:10].view(2, 4), "y": (rows if alias else rows.clone())[:8]}
+
+
+def test_batches_whose_tensors_share_memory_or_do_not():
+    """Inductor compiles a write for which inputs are views of each other, and keeps no such piece apart."""
+
+    def loss_fn(model, batch):
+        batch["y"].mul_(0.5)
+        return model(batch["x"]).square().mean()
+
+    model = nn.Linear(4, 4)
+    step = stepgraph.capture(model, loss_fn, shared(True, 0), passes=["inductor"])
+    for i, alias in enumerate((True, False, True, True)):
+        torch.testing.assert_close(step(shared(alias, i)), loss_fn(model, shared(alias, i)).detach())
