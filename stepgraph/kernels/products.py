@@ -1,7 +1,7 @@
 """Matrix products by the algorithm of cuBLASLt that is fastest for their shape, where that gives the same bits.
 
 cuBLAS chooses an algorithm by rules of its own. Of the eight that cuBLASLt offers for a shape, another one is often
-faster: on an H200 by 5 to 17% for products with more columns than terms, such as the first of an MLP
+faster: on an H200 by up to 14% for products with more columns than terms, such as the first of an MLP
 (`benchmarks/h200_products.json`).
 """
 
