@@ -370,7 +370,7 @@ class CapturedStep:
         spec = replace(self.spec, batch=batch, ones=self._ones, accumulate=self._microbatches(batch))
         if not self._forms and learn_lengths(spec):
             self._lengths = Lengths()
-        traced = trace(spec) if self._lengths is None else self._lengths.traced(spec, signature[1:])
+        traced = trace(spec) if self._lengths is None else self._lengths.traced(spec, signature)
         apply = partial(self._rewrite, spec)
         if self._store is None:
             apply(traced)

@@ -19,7 +19,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture import Traced, flatten_batch
-from stepgraph.capture.batch import first_places, form, has_values, microbatch
+from stepgraph.capture.batch import first_places, has_values, microbatch
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.fake import OpenSizes
 from stepgraph.capture.python.watched import Watched
@@ -53,10 +53,10 @@ class Lengths:
         self._latest: tuple[_Family, Traced] | None = None
         self.note = ""
 
-    def traced(self, spec: StepSpec, options: Hashable) -> Traced:
-        """The step of ``spec`` as captured; ``note`` says how. ``options``: all that it is specialized on besides the
-        batch."""
-        kind, shapes = _split(spec, options)
+    def traced(self, spec: StepSpec, signature: tuple[tuple, ...]) -> Traced:
+        """The step of ``spec`` as captured; ``note`` says how. ``signature``: all that it is specialized on; what that
+        is of the batch comes first, and begins with its class and the form of each leaf."""
+        kind, shapes = _split(spec, *signature)
         family = self._families.get(kind)
         if family is None or family.is_stale():
             family = self._families[kind] = _Family()
@@ -76,13 +76,13 @@ class Lengths:
         self._latest = None
 
 
-def _split(spec: StepSpec, options: Hashable) -> tuple[Hashable, Shapes]:
-    """(what a batch has besides the sizes that may differ, these)."""
+def _split(spec: StepSpec, of_batch: tuple, *options: Hashable) -> tuple[Hashable, Shapes]:
+    """(what a step is specialized on besides the sizes that may differ, these)."""
     leaves = flatten_batch(spec.batch)[0]
     shapes = {i: tuple(microbatch(leaf, 0, spec.accumulate).shape) for i, leaf in enumerate(leaves) if _may_vary(leaf)}
-    forms = [_frame(leaf) if i in shapes else form(leaf) for i, leaf in enumerate(leaves)]
+    forms = [_frame(leaf) if i in shapes else of_batch[1 + i] for i, leaf in enumerate(leaves)]
+    kind = of_batch[0], *forms, *of_batch[1 + len(leaves) :], spec.accumulate, *options
     places = first_places(leaves)
-    kind = type(spec.batch), *forms, *places, spec.ones, spec.accumulate, options
     return kind, {i: shape for i, shape in shapes.items() if places[i] == i}
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph.capture.batch import first_places, form, shared_memory
 from stepgraph.capture.optimizer import Update
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import Lengths, StepSpec, lengths, trace
@@ -67,7 +68,9 @@ class Forms:
     def __call__(self, batch):
         """Whether the form of ``batch`` was not traced; it is what a trace gives."""
         spec = replace(self.spec, batch=batch)
-        got = self.lengths.traced(spec, ())
+        leaves = list(batch.values())
+        signature = type(batch), *map(form, leaves), *first_places(leaves), *shared_memory(leaves)
+        got = self.lengths.traced(spec, (signature,))
         bound = BoundStep(got, self.update, Session(), Accumulators())
         self.lengths.keep(bound)
         self.made.append(bound)
@@ -304,6 +307,16 @@ def test_one_tensor_in_two_places():
     forms = Forms(Model(attend))
     assert [forms(twice(n)) for n in (8, 9, 12, 10, 7)] == [False] * 4 + [True]
     assert not forms(batch_of(2, 6))  # two tensors: another kind
+
+
+def test_tensors_that_share_memory_are_another_kind():
+    def shared(n):
+        ids = batch_of(2, n)["ids"]
+        return {"ids": ids, "labels": ids.view_as(ids)}
+
+    forms = Forms(Model(attend))
+    assert [forms(batch_of(2, n)) for n in (8, 9, 12, 10, 7)] == [False] * 4 + [True]
+    assert not any(forms(shared(n)) for n in (8, 9, 12, 10, 7))
 
 
 # ---- what else a step has ----
