@@ -1,6 +1,7 @@
 """Symbolic sizes: sizes that a trace or a compiler keeps open, and what it assumed of them."""
 
 import contextlib
+import functools
 import gc
 import sys
 import warnings
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
     has_symbolic_sizes_strides,
 )
+from torch.utils._sympy.functions import ToFloat
 
 from stepgraph.compat.replaced import replaced
 
@@ -52,11 +54,26 @@ class SymbolicSizes:
         return "" if expr is None else str(expr.xreplace(names))
 
     def at(self, value: Any, sizes: Sequence[int]) -> Any:
-        """An open ``value`` where the sizes are ``sizes``; any other value is itself."""
-        return int(value.node.expr.xreplace(self._known(sizes))) if isinstance(value, torch.SymInt) else value
+        """An open ``value`` where the sizes are ``sizes``; any other value is itself. RuntimeError where floating-point
+        numbers lead to it, which sympy adds and multiplies in another order than Python."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        if _rounds(value.node.expr):
+            raise RuntimeError("a size follows from floating-point numbers")
+        return int(value.node.expr.xreplace(self._known(sizes)))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what was assumed so far compares floating-point numbers."""
+        return any(_rounds(guard.expr) for guard in self.mode.shape_env.guards)
 
     def _known(self, sizes: Sequence[int]) -> dict[sympy.Expr, sympy.Integer]:
         return {expr: sympy.Integer(size) for expr, size in zip(self._expressions, sizes, strict=True)}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _rounds(expression: sympy.Basic) -> bool:
+    return bool(expression.atoms(sympy.Float) or expression.has(ToFloat))
 
 
 def shape_env() -> ShapeEnv:

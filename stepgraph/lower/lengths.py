@@ -211,6 +211,8 @@ class _Template:
         self.sizes = OpenSizes(hints, self._shapes)
         symbolic = trace(spec, open_sizes=self.sizes)
         _check_alike(traced, symbolic)
+        if self.sizes.rounds:
+            raise _DiffersError("Python compares floating-point numbers that follow from sizes")
         graphs = zip(traced.program.graphs.items(), symbolic.program.graphs.values(), strict=True)
         self._graphs = {name: _Graph(one, other, self.sizes, hints) for (name, one), other in graphs}
         self._traced, self._reads = dataclasses.replace(traced, program=None), symbolic.batch_reads

@@ -165,6 +165,26 @@ def log_scaled(model, x, ids):
     return x * float(np.log(x.shape[1]))
 
 
+def floored(model, x, ids):
+    return x + x[:, : math.floor(x.shape[1] * 0.1 * 7)].sum(1, keepdim=True)
+
+
+def divided(model, x, ids):
+    return x * 2 if x.shape[1] / 3 > 3.1 else x
+
+
+def clamped(model, x, ids):
+    return x + model.head.weight[: x.shape[1] + 4].mean(0) + x[:, -6:].sum(1, keepdim=True)
+
+
+def split(model, x, ids):
+    return torch.cat([part * i for i, part in enumerate([*x.chunk(3, 1), *x.split(4, 1)])], 1)[:, : x.shape[1]]
+
+
+def paired(model, x, ids):
+    return x.reshape(len(x), -1, 2, HIDDEN).flip(2).reshape(x.shape) if x.shape[1] % 2 == 0 else x
+
+
 def branches(model, x, ids):
     return x * 2 if ids.shape[1] > model.threshold else x
 
@@ -248,6 +268,11 @@ def caught(model, x, ids):
     "mix",
     [
         inverse,
+        floored,
+        divided,
+        clamped,
+        split,
+        paired,
         variance,
         spaced,
         root,
@@ -262,8 +287,14 @@ def caught(model, x, ids):
         asked,
         looked_up,
         listed,
-    ]
-    + [counted, rows, gated, is_hidden, known_count, known_mask, caught],
+        counted,
+        rows,
+        gated,
+        is_hidden,
+        known_count,
+        known_mask,
+        caught,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_what_python_makes_of_the_length_is_no_constant(mix):
