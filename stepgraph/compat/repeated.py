@@ -27,7 +27,10 @@ _TAGS = {
     torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view,
     torch.Tag.nondeterministic_seeded,
 }  # fmt: skip
-_OTHERS = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.as_strided.default}
+_OTHERS = {
+    aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.as_strided.default,
+    aten.size.default, aten.stride.default, aten.storage_offset.default,
+}  # fmt: skip
 #: What torch adds to the nodes of some traces.
 _NOTES = {"stack_trace", "nn_module_stack"}
 #: What calls gave in all traces, by their keys; it starts again where it has grown large, after captures of many forms.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph import compat
 from stepgraph.capture.batch import first_places, form, shared_memory
 from stepgraph.capture.optimizer import Update
 from stepgraph.kernels.comm.exchange import Session
@@ -23,6 +24,8 @@ from stepgraph.run.bound import BoundStep
 from stepgraph.run.program import Accumulators
 
 HIDDEN, VOCAB = 16, 24
+#: Earlier kernels of products, convolutions and attention take known sizes alone.
+OPEN = compat.TORCH >= (2, 13)
 #: The third one is traced with open sizes too, the fourth compared; from the fifth on none is traced.
 LENGTHS = (9, 14, 11, 8, 5, 20, HIDDEN, VOCAB, 2, 31, 3)
 
@@ -139,7 +142,8 @@ def known(model, x, ids):
 def test_later_lengths_are_not_traced(mix):
     forms = Forms(Model(mix))
     used = {n: forms(batch_of(2, n)) for n in LENGTHS}  # where the half of a length is 1, it is traced
-    assert [n for n in LENGTHS if not used[n] and n > 3] == list(LENGTHS[:4])
+    if OPEN:
+        assert [n for n in LENGTHS if not used[n] and n > 3] == list(LENGTHS[:4])
 
 
 # ---- what depends on the length in Python: equal to a trace, and mostly one ----
@@ -468,7 +472,8 @@ def test_padded_batches_of_transformers(family, attention):
 
     forms = Forms(model, lambda model, batch: model(**batch, use_cache=False).loss)
     used = [forms(padded(*sizes)) for sizes in ((10, 2), (13, 1), (20, 3), (17, 2), (HIDDEN, 4), (40, 1), (9, 2))]
-    assert used == [False] * 4 + [True] * 3
+    if OPEN:
+        assert used == [False] * 4 + [True] * 3
 
 
 # ---- whole steps ----
@@ -500,7 +505,7 @@ def test_steps_of_any_length_train_as_steps_of_their_own():
         step = stepgraph.capture(model, loss_fn, batch_of(2, 9), optimizer, passes=options)
         losses.append([step(batch_of(2, n)) for n in (9, 14, 11, 8, HIDDEN, VOCAB, 20, 2, 1, 5, 9)])
         models.append(model)
-        if options.any_length:
+        if OPEN and options.any_length:
             notes = [note for bound in step._forms for r in bound.traced.program.reports for note in r.notes]
             assert sum(note == lengths.NOT_TRACED for note in notes) == 5
     torch.testing.assert_close(*losses)
