@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -299,9 +299,15 @@ class CapturedStep:
         """Runs the Python of ``loss_fn`` again with the latest call's values, once: see ``replay`` of `capture`."""
         return (self._current and self._current.after) or (lambda: None)
 
-    def reads(self) -> Mapping[str, tuple]:
-        """What is there now of what Python read when the latest call's form was captured: see `difference`."""
-        return {} if self._current is None else self._current.plain.now()
+    @property
+    def stores(self) -> bool:
+        """Whether there is something for `after` to run."""
+        return self._current is not None and self._current.after is not None
+
+    def from_now(self) -> Callable[[], str | None]:
+        """Says later, in words, what has changed from now on of what Python read at the capture of the latest call's
+        form; None for nothing."""
+        return self._current.plain.from_now()
 
     def release(self) -> None:
         """Drop the step's CUDA graphs, which hold memory, and NCCL's kernels: communicators close only when these are

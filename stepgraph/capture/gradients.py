@@ -86,7 +86,8 @@ def clip(
         )
     on_cuda = all(g.device.type == "cuda" for g in values)
     norm = _total_norm(grads, params, on_cuda, stages)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    limit = max_norm.to(norm) if isinstance(max_norm, torch.Tensor) else max_norm
+    scale = torch.clamp((norm + 1e-6).reciprocal() * limit, max=1.0)  # as a number is divided by a tensor
     if on_cuda:
         clipped = torch.ops.aten._foreach_mul.Tensor(values, scale)
     else:

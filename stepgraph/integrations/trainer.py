@@ -21,8 +21,8 @@ from torch import nn
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
 from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
-from stepgraph.capture.python.watched import difference
 from stepgraph.compat.replaced import replaced
+from stepgraph.errors import warn_caller
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts, whole_state
 from stepgraph.parallel.ranks import Ranks
@@ -91,15 +91,16 @@ class GraphTrainer(Trainer):
         self._steps: dict[tuple, CapturedStep] = {}
         self._apart: dict[tuple, CapturedStep] = {}
         self._waiting: list[dict[str, Any]] = []
-        #: As the first microbatch of a step comes: what Python reads, how often each tensor of the model was written,
-        #: states of generators. Then whether these have moved before a later one.
-        self._at_first: tuple[list[Mapping[str, tuple]], list[int], list[torch.Tensor]] = [], [], []
+        #: As the first microbatch of a step comes: what says whether Python reads anything else later, how often each
+        #: tensor of the model was written, states of generators. Then whether these have moved before a later one.
+        self._at_first: tuple[list[Callable[[], str | None]], list[int], list[torch.Tensor]] = [], [], []
         self._drawn = False
         self._reported: dict[str, list[torch.Tensor]] = {}
         self._clip: Callable | None = None  # as `_clip_once` left it
         self._class: type = dict
-        #: What compute_loss stores of the latest step, and the number of that step and its epoch.
-        self._after: tuple[Callable[[], None], tuple[int, float | None]] | None = None
+        #: What compute_loss stores of the latest step, what says whether it would read anything else by then, and the
+        #: number of that step and its epoch.
+        self._after: tuple[Callable[[], None], Callable[[], str | None], tuple[int, float | None]] | None = None
         self._storing = False
         self._refuse()
         self._shard(self.model)
@@ -327,17 +328,18 @@ class GraphTrainer(Trainer):
     def _prepared(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a microbatch. Those of a step run at its end: what changes between them must not matter."""
         inputs = self._prepare_inputs(inputs)
-        reads = [step.reads() for step in (*self._steps.values(), *self._apart.values())]
         written = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
         random = self._random()
         if not self._waiting:
+            reads = [step.from_now() for step in (*self._steps.values(), *self._apart.values())]
             self._at_first, self._drawn = (reads, written, random), False
-        reads_first, written_first, random_first = self._at_first
-        changed = next(filter(None, map(difference, reads_first, reads)), None)
+        reads, written_first, random_first = self._at_first
+        changed = next((said for changed in reads if (said := changed())), None)
         if changed or written != written_first:
             raise ValueError(
-                f"between the microbatches of a step, which run as one graph at its end, {changed or 'the model is'} "
-                "changed: do that between steps, such as in on_step_begin, or set gradient_accumulation_steps=1"
+                "between the microbatches of a step, which run as one graph at its end, "
+                f"{changed or 'the model is changed'}: do that between steps, such as in on_step_begin, or set "
+                "gradient_accumulation_steps=1"
             )
         self._drawn = self._drawn or not all(map(torch.equal, random_first, random))
         return inputs
@@ -363,7 +365,7 @@ class GraphTrainer(Trainer):
         if EACH in step.metrics:
             loss = self._add_up(loss, step.metrics[EACH].unbind())
         self._keep_metrics(step)
-        self._store(step.after)
+        self._store(step)
         # What is logged: gradients are clipped already, and gone.
         self._clip_once(lambda *args, **kwargs: step.metrics["grad_norm"])
         return loss
@@ -433,7 +435,7 @@ class GraphTrainer(Trainer):
         for batch in microbatches:
             losses.append(self._apart[key](batch))
             self._keep_metrics(self._apart[key])
-            self._store(self._apart[key].after)
+            self._store(self._apart[key])
         return self._add_up(torch.stack(losses).sum(), losses)
 
     def _keep_metrics(self, step: CapturedStep) -> None:
@@ -441,16 +443,19 @@ class GraphTrainer(Trainer):
             if value.ndim == 0:
                 self._reported.setdefault(name, []).append(value)
 
-    def _store(self, following: Callable[[], None] | None = None) -> None:
+    def _store(self, following: CapturedStep | None = None) -> None:
         """What ``compute_loss`` stores of the step before, while the GPU runs the ``following`` one."""
         if self._storing:
             return  # it logs
         state, after = self.state, self._after
         now = state.global_step, state.epoch
-        self._after = following and (following, now)
+        stores = following is not None and following.stores
+        self._after = (following.after, following.from_now(), now) if stores else None
         if after is not None:
-            self._storing, (run, (state.global_step, state.epoch)) = True, after
+            self._storing, (run, changed, (state.global_step, state.epoch)) = True, after
             try:
+                if said := changed():
+                    warn_caller(f"{said} before compute_loss stored it of the last step: store it in a callback")
                 run()
             finally:
                 self._storing, (state.global_step, state.epoch) = False, now

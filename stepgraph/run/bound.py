@@ -134,5 +134,5 @@ class BoundStep:
                 tensor.copy_(lr)
                 self.lr_values.pop(group, None)
             elif self.lr_values.get(group) != lr:
-                tensor.fill_(lr)
+                tensor.fill_(float(lr))
                 self.lr_values[group] = lr

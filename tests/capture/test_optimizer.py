@@ -293,3 +293,31 @@ def test_a_parameter_whose_elements_share_memory():
         stepgraph.CaptureError, match=r"elements of a parameter of shape \[4, 4\] and strides \[1, 1\] share"
     ):
         stepgraph.capture(model, lambda m, x: m(x).square().mean(), torch.randn(3, 4), optimizer)
+
+
+def test_a_rate_in_numpys_precision():
+    numpy = pytest.importorskip("numpy")
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=numpy.float32(0.01))
+    with pytest.raises(ValueError, match=r"AdamW has lr=np.float32\(0.01\), .* give lr=float"):
+        stepgraph.capture(model, lambda m, x: m(x).square().mean(), torch.randn(3, 4), optimizer)
+
+
+def test_a_limit_in_a_tensor_that_changes():
+    eager = torch.nn.Linear(4, 4)
+    captured, x = copy.deepcopy(eager), torch.randn(3, 4)
+    limit = torch.tensor(0.3)
+    sgd = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, captured)]
+    step = stepgraph.capture(captured, loss_of, x, sgd[1], max_grad_norm=limit, passes="exact")
+    for value in (0.3 / k for k in range(1, 40)):
+        limit.fill_(value)
+        sgd[0].zero_grad()
+        loss_of(eager, x).backward()
+        torch.nn.utils.clip_grad_norm_(eager.parameters(), limit)
+        sgd[0].step()
+        step(x)
+        assert all(map(torch.equal, eager.parameters(), captured.parameters()))
+
+
+def loss_of(model, x):
+    return model(x).square().mean()

@@ -651,6 +651,19 @@ def test_draws_between_microbatches_of_a_model_that_draws_nothing(tmp_path):
     same_as_plain(tmp_path, mixin=Draws, prepare=without_dropout, gradient_accumulation_steps=2)
 
 
+class StoresRates:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = model(**inputs)["loss"]
+        self.kept.append((self.optimizer.param_groups[0]["lr"], loss.item()))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:.*captured again")
+def test_a_rate_that_changes_before_it_is_stored_is_said(tmp_path):
+    with pytest.warns(UserWarning, match=r"\['lr'\] changed from 0.01 to .* before compute_loss stored it of the last"):
+        tiny_run(GraphTrainer, tmp_path, mixin=StoresRates)
+
+
 class Counts:
     count = 0
 

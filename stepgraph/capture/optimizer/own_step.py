@@ -87,6 +87,13 @@ class OwnStep:
         for option, why in _REFUSED.items():
             if any(group.get(option) for group in optimizer.param_groups):
                 raise ValueError(f"{self.name}({option}=True) {why}; use {option}=False")
+        for group in optimizer.param_groups:
+            for key, value in group.items():
+                if type(value).__module__ == "numpy" and not isinstance(value, float):
+                    raise ValueError(
+                        f"{self.name} has {key}={value!r}, with which Python computes in NumPy's precision, and a "
+                        f"captured step in its own; give {key}=float(...)"
+                    )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         #: The shape of a parameter that is sharded; each rank then updates its part alone.
         self.sharded = next((list(param.shape) for param in params if _is_sharded(param)), None)

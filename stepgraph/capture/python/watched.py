@@ -378,7 +378,7 @@ class Watched:
         """What has changed since, in words; None if nothing has."""
         if not self._are_the_same():
             now = self._walked()
-            change = difference(self._walk.found, now.found)
+            change = _difference(self._walk.found, now.found)
             if change:
                 return change
             self._walk = now  # the same values in other objects
@@ -408,9 +408,14 @@ class Watched:
             return self._changed_hooks()
         return None
 
-    def now(self) -> Mapping[str, tuple]:
-        """What is there now of what was read, by paths: see `difference`."""
-        return self._walk.found if self.change() is None else self._walked().found
+    def from_now(self) -> Callable[[], str | None]:
+        """Says later, in words, what has changed from now on; None for nothing."""
+
+        def found() -> Mapping[str, tuple]:
+            return self._walk.found if self.change() is None else self._walked().found
+
+        before = found()
+        return lambda: _difference(before, found())
 
     def _are_the_same(self) -> bool:
         return (
@@ -453,7 +458,7 @@ def _holds(container: Any, before: list) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def difference(before: Mapping[str, tuple], now: Mapping[str, tuple]) -> str | None:
+def _difference(before: Mapping[str, tuple], now: Mapping[str, tuple]) -> str | None:
     """The first path whose value is another, in words."""
     for path, (tag, old) in before.items():
         tag_now, new = now.get(path, ("value", ABSENT))
