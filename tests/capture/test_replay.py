@@ -161,3 +161,19 @@ def test_a_read_that_another_read_picks_is_refused():
 def test_without_replay_a_read_stays_refused():
     with pytest.raises(stepgraph.CaptureError, match=r"\.item\(\)"):
         stepgraph.capture(linear(), Storing(), batches()[0], passes="exact")
+
+
+@pytest.mark.parametrize("check", [torch.isfinite, lambda loss: not torch.isnan(loss).any()], ids=["finite", "nan"])
+def test_a_loss_that_asserts_what_its_values_are(check):
+    def loss_fn(model, batch):
+        loss = model(batch["x"]).square().mean()
+        assert check(loss)
+        return loss
+
+    model, batch = linear(), batches()[0]
+    step = stepgraph.capture(model, loss_fn, batch, passes="exact", replay=True)
+    assert torch.equal(step(batch), loss_fn(model, batch))
+    step.after()
+    step({**batch, "x": batch["x"] * float("nan")})
+    with pytest.raises(AssertionError):
+        step.after()
