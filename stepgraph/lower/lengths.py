@@ -4,8 +4,9 @@ A trace with open sizes notes what Python and operators assumed of them, and wha
 depend on them. A length for which all of that holds has the nodes of that trace, with its sizes put in: none of the
 model's Python runs, and passes see what a trace of its own would have given. Any other length is traced as ever.
 
-The trace with open sizes costs several others. It is made for the third form of one kind, and used from the fifth on:
-first it must have given, node for node, what traces of two lengths gave.
+The trace with open sizes costs as much as four or five others. It is made for the fifth form of one kind, so that a run
+of a few lengths does without, and used from the seventh on: first it must have given, node for node, what traces of
+two lengths gave.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ from stepgraph.run.bound import BoundStep
 aten = torch.ops.aten
 
 #: The trace with open sizes is made for this one of the forms that differ in sizes alone.
-_MADE_FOR = 3
+_MADE_FOR = 5
 #: The note of a form that was not traced.
 NOT_TRACED = "not traced: its nodes are those of a trace with open sizes"
 #: Meta of nodes that is made of their values, and that neither passes nor compilers read.

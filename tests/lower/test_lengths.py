@@ -26,8 +26,13 @@ from stepgraph.run.program import Accumulators
 HIDDEN, VOCAB = 16, 24
 #: Earlier kernels of products, convolutions and attention take known sizes alone.
 OPEN = compat.TORCH >= (2, 13)
-#: The third one is traced with open sizes too, the fourth compared; from the fifth on none is traced.
+#: Here the third one is traced with open sizes too, the fourth compared; from the fifth on none is traced.
 LENGTHS = (9, 14, 11, 8, 5, 20, HIDDEN, VOCAB, 2, 31, 3)
+
+
+@pytest.fixture(autouse=True)
+def _sooner(monkeypatch):
+    monkeypatch.setattr(lengths, "_MADE_FOR", 3)
 
 
 class Model(nn.Module):
@@ -352,6 +357,12 @@ def test_tensors_that_share_memory_are_another_kind():
     forms = Forms(Model(attend))
     assert [forms(batch_of(2, n)) for n in (8, 9, 12, 10, 7)] == [False] * 4 + [True]
     assert not any(forms(shared(n)) for n in (8, 9, 12, 10, 7))
+
+
+def test_a_few_lengths_do_without_a_trace_with_open_sizes(monkeypatch):
+    monkeypatch.undo()
+    forms = Forms(Model(attend))
+    assert [forms(batch_of(2, n)) for n in (8, 9, 12, 10, 7, 11, 6)] == [False] * 6 + [True]
 
 
 # ---- what else a step has ----
