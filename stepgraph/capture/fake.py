@@ -82,9 +82,13 @@ class OpenSizes(compat.SymbolicSizes):
         }
 
     def fake(self, leaf: int, like: torch.Tensor) -> torch.Tensor:
-        """What a leaf is traced with: contiguous, and but for its sizes as ``like``."""
+        """What a leaf is traced with: contiguous, and but for its sizes as ``like``, a fake tensor, which may be the
+        first part of a larger one."""
+        size, *rest = shape = self.shapes[leaf]
+        parts = like.untyped_storage().nbytes() // max(1, like.numel() * like.element_size())
         with self.mode, torch.no_grad():
-            return torch.empty(self.shapes[leaf], dtype=like.dtype, device=like.device)
+            whole = torch.empty([parts * size, *rest] if parts > 1 else shape, dtype=like.dtype, device=like.device)
+            return whole.narrow(0, 0, size) if parts > 1 else whole
 
 
 def _dispatch(

@@ -364,7 +364,8 @@ class StepTrace:
         first = [i for i in self.tensor_leaves if self.first[i] == i]
         made = {i: inputs.add(partial(values.BatchLeaf, i), self.leaves[i]) for i in first}
         for i in self.open_sizes.shapes if self.open_sizes else ():
-            inputs.fakes[made[i][0].start] = self.open_sizes.fake(i, self.leaves[i])
+            place = made[i][0].start
+            inputs.fakes[place] = self.open_sizes.fake(i, inputs.fakes[place])
         return made
 
     def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:

@@ -27,9 +27,9 @@ _functions: dict[tuple[bytes, _Kernel], Callable[..., None]] = {}
 _HEAD = re.compile(r'\s*#include <torch/csrc/inductor/cpp_prefix\.h>\n(.*)extern "C"\s+(void\s+kernel\(.*)', re.DOTALL)
 #: Calls a kernel from Python.
 _RUN = """
-static PyObject* run_{i}(PyObject*, PyObject* args) {{
+static PyObject* run_{i}(PyObject*, {arguments}) {{
     try {{
-        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {count})
+        if ({size} != {count})
             throw std::runtime_error("requires {count} args");
         kernel_{i}::kernel({given});
         Py_RETURN_NONE;
@@ -41,6 +41,11 @@ static PyObject* run_{i}(PyObject*, PyObject* args) {{
     return nullptr;
 }}
 """
+#: How Python calls a function, by Inductor's way to read its arguments: a tuple, since torch 2.15 an array.
+_CALLED = {
+    "METH_VARARGS": ("PyObject* args", "!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args)"),
+    "METH_FASTCALL": ("PyObject* const* args, Py_ssize_t size", "size"),
+}
 _ALL = """
 static PyMethodDef all_kernels[] = {{{methods}}};
 static PyObject* make_all() {{
@@ -129,13 +134,16 @@ def _unit(compiler: Any, kernels: Sequence[_Kernel]) -> Callable[[], tuple[Any, 
     from torch._inductor.async_compile import get_compile_threads
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+    called = "METH_FASTCALL" if "METH_FASTCALL" in CppPythonBindingsCodeCache.suffix_template else "METH_VARARGS"
+    arguments, size = _CALLED[called]
     runs, bodies = [], ["#include <torch/csrc/inductor/cpp_prefix.h>"]
     for i, (argtypes, source) in enumerate(kernels):
         bodies.append(f"namespace kernel_{i} {{\n{_body(source)}\n}}")
         types = (kind.replace("const ", "") for kind in argtypes)
         given = ", ".join(f"parse_arg<{kind}>(args, {n})" for n, kind in enumerate(types))
-        runs.append(_RUN.format(i=i, count=len(argtypes), given=given))
-    methods = ", ".join(f'{{"kernel_{i}", run_{i}, METH_VARARGS, ""}}' for i in range(len(kernels)))
+        runs.append(_RUN.format(i=i, count=len(argtypes), given=given, arguments=arguments, size=size))
+    pointers = [f"reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_{i}))" for i in range(len(kernels))]
+    methods = ", ".join(f'{{"kernel_{i}", {pointer}, {called}, ""}}' for i, pointer in enumerate(pointers))
     code = "".join(runs) + _ALL.format(methods=methods, count=len(kernels))
     escaped = code.replace("{", "{{").replace("}", "}}")  # torch formats it
     own = {"extra_parse_arg": escaped, "call_entry_function": "return make_all();"}

@@ -24,9 +24,10 @@ _SELECTING = (torch.ops.stepgraph.masked_sum, torch.ops.stepgraph.selected_sum, 
 #: torch's own list of operators and finds them.
 WAITING = {aten.index_fill.int_Tensor, aten.index_fill_.int_Tensor, aten.normal.Tensor_Tensor}
 WAITING |= {aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+_CHOLESKY = (aten.cholesky,) if hasattr(aten, "cholesky") else ()  # torch 2.15 has none
 for _packet in (
     *(aten._ctc_loss_backward, aten._linalg_check_errors, aten._linalg_eigh, aten._linalg_svd, aten._unique),
-    *(aten.cholesky, aten.histc, aten.isin, aten.linalg_eig, aten.linalg_matrix_exp, aten.linalg_pinv),
+    *(*_CHOLESKY, aten.histc, aten.isin, aten.linalg_eig, aten.linalg_matrix_exp, aten.linalg_pinv),
     *(aten.segment_reduce, aten._to_sparse),
 ):
     WAITING |= {getattr(_packet, name) for name in _packet.overloads()}
