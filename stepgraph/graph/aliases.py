@@ -51,7 +51,8 @@ def _overlapping(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 class Aliases:
     """Which node owns the storage that each node's result lives in, and where each storage is written.
 
-    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage.
+    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage,
+    also under each input that shares it.
     A multi-output operator's outputs are owned by their getitem nodes.
     """
 
@@ -68,6 +69,9 @@ class Aliases:
             self._members[root].append(node)
             for one in written:
                 self.writes[self.root(one)].append(i)
+        for node, root in self._inputs.items():
+            if root in self.writes:
+                self.writes[node] = self.writes[root]
 
     def _find_root(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
         if node.op == "placeholder":

@@ -7,6 +7,7 @@ from torch import nn
 import stepgraph
 from stepgraph.graph.aliases import Aliases
 from stepgraph.passes import StepOptions
+from stepgraph.passes.compile.cuda_graph import writes_into_shared
 
 
 @pytest.mark.parametrize(
@@ -77,6 +78,35 @@ def test_what_is_written_under_another_name_is_not_computed_again(of):
         sgd[0].step()
         assert torch.equal(step(batch(i, alias)), loss)
         assert all(map(torch.equal, eager.state_dict().values(), captured.state_dict().values()))
+
+
+@pytest.mark.parametrize("alias", [True, False])
+def test_static_buffers_cannot_hold_what_a_step_writes_into_shared_memory(alias):
+    step = stepgraph.capture(Blocks("batch"), lambda m, b: m(b), batch(0, alias), passes="exact")
+    assert writes_into_shared(step.graph) is alias
+    step = stepgraph.capture(Blocks("buffer"), lambda m, b: m(b), batch(0), passes="exact")
+    assert not writes_into_shared(step.graph)
+
+
+def test_a_step_that_is_left_out_puts_all_of_a_shared_buffer_back():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, whole = nn.Linear(4, 4), torch.ones(12)
+            self.register_buffer("part", whole[:4])
+            self.register_buffer("whole", whole)
+
+        def forward(self, x):
+            self.whole.mul_(2)
+            return (self.linear(x) * self.part).square().mean()
+
+    model, x = Model(), torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = stepgraph.capture(model, lambda m, x: m(x), x, optimizer, on_nonfinite="skip", passes="exact")
+    step(x * float("inf"))
+    assert step.metrics["skipped"] and torch.equal(model.whole, torch.ones(12))
+    step(x)
+    assert not step.metrics["skipped"] and torch.equal(model.whole, torch.full((12,), 2.0))
 
 
 def test_inputs_that_lie_next_to_each_other_share_nothing():

@@ -12,6 +12,7 @@ keeps values for another is recorded in no other way: where they lie changes fro
 The pass says where the graphs begin and end; `stepgraph.run.cuda_graph` records and replays them.
 """
 
+from collections import Counter
 from collections.abc import Set
 
 from torch import fx
@@ -40,9 +41,19 @@ def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
     if step.keeps_values:  # unless `record_whole` finds that they all become one graph
         report.skipped = _KEEPS
         return
+    if writes_into_shared(step):
+        report.skipped = "it writes into memory that tensors of the batch share, which static buffers would not"
+        return
     report.matched = sum(1 for _ in step.nodes())
     step.recording = report
     split_at_host(step)
+
+
+def writes_into_shared(step: StepGraph) -> bool:
+    """Whether the step writes into a tensor of the batch that shares memory with another input."""
+    aliases = Aliases(step.graph)
+    sharing = Counter(map(aliases.root, step.placeholders()))
+    return any(aliases.writes.get(n) and sharing[aliases.root(n)] > 1 for n in step.placeholders(BatchLeaf))
 
 
 def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphModule:
