@@ -1,7 +1,7 @@
 """A batch as its leaves: what a graph is specialized on, microbatches, and batches of another length."""
 
 import copy
-from collections import UserDict
+from collections import UserDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Number
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stepgraph import compat
 from stepgraph.capture.state import check_class, unwrap
 from stepgraph.errors import CaptureError, warn_caller
+from stepgraph.graph.aliases import memory_span
 
 #: Values that are no tensors, which are constants of the graph; NumPy's scalars are numbers.
 _PLAIN = (Number, np.bool_, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -133,11 +134,17 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
     return [first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i for i, leaf in enumerate(leaves)]
 
 
-def shared_memory(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-    """For each leaf that shares a storage with one before: the place of the first, and where from there it begins."""
-    first: dict[int, int] = {}
-    found = [(first.setdefault(compat.storage_key(t), i), i) for i, t in enumerate(leaves) if has_values(t)]
-    return [(a, leaves[b].storage_offset() - leaves[a].storage_offset()) for a, b in found if a != b]
+def shared_memory(leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """Each two leaves whose memory overlaps, by their places, and at which byte from the first the second begins."""
+    spans: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    found = []
+    for i, leaf in enumerate(leaves):
+        if not has_values(leaf) or not leaf.numel():
+            continue
+        storage, start, end = memory_span(leaf)
+        found += [(j, i, start - begin) for j, begin, stop in spans[storage] if start < stop and begin < end]
+        spans[storage].append((i, start, end))
+    return found
 
 
 def form(leaf: Any) -> Any:

@@ -30,15 +30,21 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def memory_span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(the storage of ``tensor``, the byte at which its elements begin there, the byte after the last of them)."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, width = tensor.storage_offset(), tensor.element_size()
+    return compat.storage_key(tensor), start * width, (start + last + 1) * width
+
+
 def _overlapping(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For inputs that share memory with others, such as a buffer that is a view of a parameter, one of them."""
     spans: defaultdict[int, list[tuple[int, int, fx.Node]]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.numel():
-            start = value.storage_offset() * value.element_size()
-            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-            spans[compat.storage_key(value)].append((start, start + (last + 1) * value.element_size(), node))
+            storage, *span = memory_span(value)
+            spans[storage].append((*span, node))
     found: dict[fx.Node, fx.Node] = {}
     for of_storage in spans.values():
         first, reached = None, -1
@@ -51,9 +57,9 @@ def _overlapping(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 class Aliases:
     """Which node owns the storage that each node's result lives in, and where each storage is written.
 
-    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage,
-    also under each input that shares it.
-    A multi-output operator's outputs are owned by their getitem nodes.
+    ``position[node]``: index in the graph. ``writes[root]``: positions of nodes that write into the root's storage;
+    inputs that overlap each have the writes of all of them. A multi-output operator's outputs are owned by their
+    getitem nodes.
     """
 
     def __init__(self, graph: fx.Graph):

@@ -1,4 +1,4 @@
-"""Times cuBLASLt's algorithms for matrix products, and calls them, through the library that torch has loaded.
+"""Times cuBLASLt's algorithms for matrix products and calls them, through the library that torch has loaded.
 
 Source: the reference of cuBLAS 13, section cuBLASLt; the numbers are those of its enumerations.
 """
@@ -20,14 +20,14 @@ _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8  # attributes 
 _ADD_BIAS = 4  # the epilogue
 _MOST_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a search
 _NOT_SUPPORTED = 15  # a status
-_SPLITS = 2  # attribute of an algorithm: parts of the sum that are added afterwards
+_SPLITS = 2  # attribute of an algorithm: the number of parts of a sum
 
 _ALGORITHMS = 16  # asked for; cuBLASLt 13 offers 8
 _WORKSPACE = 32 << 20  # bytes, as torch has on this generation of GPUs
 _ALIGNMENT = 16  # bytes
-#: An algorithm must be faster than torch's by this, because what was timed may vary by a percent.
+#: An algorithm must be faster than torch's by this factor, because timings vary by a percent.
 _GAIN = 1.02
-#: How many are timed more than once.
+#: How many of the algorithms are timed more than once.
 _LIKELY = 3
 
 
@@ -45,8 +45,9 @@ class _Found(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Problem:
-    """A product (m, k) @ (k, n) on the GPU ``device``. ``turned``: whether each operand lies column by column.
-    ``strides``: elements from one row, or column, of each to the next. ``biased``: whether a row of n is added."""
+    """A product (m, k) @ (k, n) on the GPU ``device``. ``turned``: whether each operand is stored column by column.
+    ``strides``: for each operand, elements from one row (or column) to the next. ``biased``: whether a bias (n,) is
+    added."""
 
     m: int
     n: int
@@ -59,8 +60,8 @@ class Problem:
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, bias: Tensor | None) -> "Problem | None":
-        """The product of ``a`` and ``b``; None where cuBLASLt's algorithms are not tried: 16-bit matrices alone, whose
-        rows or columns lie apart by a multiple of 16 bytes."""
+        """The product of ``a`` and ``b``. None where cuBLASLt's algorithms are not tried: they take 16-bit matrices
+        that are not empty and whose rows or columns start at multiples of 16 bytes."""
         if a.dtype not in _TYPES or b.dtype is not a.dtype or not (a.ndim == b.ndim == 2):
             return None
         if bias is not None and (bias.dtype is not a.dtype or bias.shape != b.shape[1:] or bias.stride(0) != 1):
@@ -73,9 +74,9 @@ class Problem:
                 return None
             turned.append(not plain)
             strides.append(down if plain else across)
-        if any(stride % 8 for stride in strides) or b.shape[1] % 8:
-            return None
         (m, k), n, device = a.shape, b.shape[1], a.device.index or 0
+        if not m * k * n or n % 8 or any(stride % 8 for stride in strides):
+            return None
         return cls(m, n, k, a.dtype, (turned[0], turned[1]), (strides[0], strides[1]), bias is not None, device)
 
     @property
@@ -93,8 +94,8 @@ def by_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` found: microseconds by torch and by the algorithm chosen, and ``run(out, a, b, bias)``, which calls
-    it; None where torch's stays."""
+    """What `choose` found: microseconds by torch and by the fastest algorithm, which ``run(out, a, b, bias)`` calls;
+    None if torch's is kept."""
 
     torch_us: float
     best_us: float
@@ -121,8 +122,8 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def choose(problem: Problem) -> Choice:
-    """The fastest algorithm for ``problem`` that gives torch's bits, by timing them on random operands; found once in a
-    process. torch's stays where memory is too short for that."""
+    """The fastest algorithm for ``problem`` that gives torch's bits, found by timing on random operands, once per
+    process. Keeps torch's if there is too little memory to time them."""
     if unavailable():
         return _KEPT
     if problem not in _CHOICES:
@@ -158,7 +159,7 @@ def _timed(problem: Problem) -> Choice:
 
 
 def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random matrices that lie as those of ``problem``."""
+    """Random operands with the shapes and strides of ``problem``."""
     device = torch.device("cuda", problem.device)
 
     def matrix(rows: int, columns: int, turned: bool, stride: int) -> Tensor:
@@ -172,12 +173,12 @@ def _operands(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _microseconds(calls: list[Callable[[], object]], rounds: int = 5, repeats: int = 2) -> list[float]:
-    """The median of each, in turns, so that a clock that changes meets all of them."""
+    """The median time of each call. They take turns, so that a change of the GPU's clock affects all of them."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for call, own in zip(calls, times, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            call()  # what comes before a timed call must not be another one's end
+            call()  # so that the tail of another call is not timed
             start.record()
             for _ in range(repeats):
                 call()
@@ -187,7 +188,7 @@ def _microseconds(calls: list[Callable[[], object]], rounds: int = 5, repeats: i
     return [statistics.median(own) for own in times]
 
 
-# cuBLASLt stores matrices by columns: out (m, n) is its (n, m) = b^T a^T.
+# cuBLASLt's matrices are column-major: it computes out^T (n, m) = b^T a^T.
 
 
 @functools.cache
@@ -230,7 +231,7 @@ def _handle(device: int) -> _P:
 
 
 def _algorithms(problem: Problem) -> list[Callable[[Tensor, Tensor, Tensor, Tensor | None], None]]:
-    """One call for each algorithm that adds every sum up in one place."""
+    """A function for each algorithm that does not split its sums (split-K)."""
     handle, kind = _handle(problem.device), ctypes.c_int(_TYPES[problem.dtype])
     describe = functools.partial(_set, "cublasLtMatmulDescSetAttribute")
     product = _made("cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_CUDA_R_32F))
@@ -276,7 +277,7 @@ def _algorithms(problem: Problem) -> list[Callable[[Tensor, Tensor, Tensor, Tens
 
 
 def _parts(each: _Found) -> int:
-    """In how many parts the algorithm computes a sum."""
+    """Into how many parts the algorithm splits a sum."""
     value, written = ctypes.c_int32(), _SIZE()
     given = ctypes.byref(each.algorithm), ctypes.c_int(_SPLITS), ctypes.byref(value), _SIZE(4), ctypes.byref(written)
     _call("cublasLtMatmulAlgoConfigGetAttribute", *given)

@@ -1,8 +1,7 @@
-"""Matrix products by the algorithm of cuBLASLt that is fastest for their shape, where that gives the same bits.
+"""Matrix products by the fastest of cuBLASLt's algorithms for their shape that gives the same bits.
 
-cuBLAS chooses an algorithm by rules of its own. Of the eight that cuBLASLt offers for a shape, another one is often
-faster: on an H200 by up to 14% for products with more columns than terms, such as the first of an MLP
-(`benchmarks/h200_products.json`).
+cuBLAS chooses an algorithm by heuristics. Of the eight that cuBLASLt offers for a shape, another one is often faster:
+on an H200 by up to 14% for products with N > K, such as the first of an MLP (`benchmarks/h200_products.json`).
 """
 
 import torch
@@ -37,8 +36,8 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (M, N), contiguous, in that dtype.
 
-    On a GPU the first call for a shape times cuBLASLt's algorithms next to torch's, unless a CUDA graph records, and
-    the fastest of those that give torch's bits is used from then on. Raises ``ValueError`` for other shapes and dtypes.
+    On a GPU the first call for a shape, unless a CUDA graph is being captured, times cuBLASLt's algorithms and torch's;
+    later calls use the fastest that gives torch's bits. Raises ``ValueError`` for other shapes and dtypes.
     """
     return by_torch(a, b, bias)
 

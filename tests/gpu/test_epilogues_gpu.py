@@ -12,7 +12,7 @@ from stepgraph.passes import StepOptions
 aten = torch.ops.aten
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 pytestmark = [
-    pytest.mark.skipif(CAPABILITY != (9, 0), reason="measured on compute capability 9.0 alone"),
+    pytest.mark.skipif(CAPABILITY != (9, 0), reason="measured only on compute capability 9.0"),
     pytest.mark.skipif(not quack.installed(), reason="quack-kernels is not installed"),
 ]
 

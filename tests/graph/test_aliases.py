@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import stepgraph
+from stepgraph.capture.batch import shared_memory
 from stepgraph.graph.aliases import Aliases
 from stepgraph.passes import StepOptions
 from stepgraph.passes.compile.cuda_graph import writes_into_shared
@@ -107,6 +108,16 @@ def test_a_step_that_is_left_out_puts_all_of_a_shared_buffer_back():
     assert step.metrics["skipped"] and torch.equal(model.whole, torch.ones(12))
     step(x)
     assert not step.metrics["skipped"] and torch.equal(model.whole, torch.full((12,), 2.0))
+
+
+def test_views_of_one_tensor_are_one_form_unless_they_overlap():
+    data = torch.randn(40, 4)
+    assert shared_memory([data[0:3], data[10:13]]) == shared_memory([data[20:23], data[3:6]]) == []
+    assert shared_memory([data[0:3], data[2:5]]) == [(0, 1, 2 * 4 * 4)]
+    assert shared_memory([data[:, :2], data[:0], data[:, 2:]]) == [
+        (0, 2, 2 * 4)
+    ]  # rows of each lie between the other's
+    assert shared_memory([data[:, :2], data.clone(), data[5]]) == [(0, 2, 5 * 4 * 4)]
 
 
 def test_inputs_that_lie_next_to_each_other_share_nothing():

@@ -42,7 +42,9 @@ def cuda_graph(step: StepGraph, options: object, report: PassReport) -> None:
         report.skipped = _KEEPS
         return
     if writes_into_shared(step):
-        report.skipped = "it writes into memory that tensors of the batch share, which static buffers would not"
+        report.skipped = (
+            "it writes into memory that a tensor of the batch shares with another input; static buffers do not share it"
+        )
         return
     report.matched = sum(1 for _ in step.nodes())
     step.recording = report

@@ -1,16 +1,16 @@
-"""GELU and its gradient inside the products before them, by QuACK's kernels, where that is asked for.
+"""GELU and its gradient inside the products before them, by QuACK's kernels, where the option asks for it.
 
     z = addmm(bias, x, w), a = gelu(z)          ->  z, a = gelu_product(x, w, bias)
     dz = gelu_backward(mm(dy, w), z), dz.sum(0)  ->  dz, db = gelu_product_backward(dy, w, z)
 
-Matches them in bf16, also without a bias and with views between. After, z is read once less in forward, and in backward
-the gradient of GELU's result is never written. ``auto`` takes QuACK's where the package is installed and such pairs are
-faster than a product as fast as QuACK's own and a kernel at a copy's speed, on one H200: 1.09 to 1.27 times forward,
-1.14 times backward with GELU by tanh. The gradient of exact GELU stays: its error function takes longer than what is
-saved (0.96 to 0.99 times; `benchmarks/h200_epilogues.json`).
-Tier numerics: GELU is taken from sums in fp32, before they are rounded. Preconditions: products alone read GELU's
-result, which a compiler would otherwise fuse with what follows and not write; nothing else reads its gradient; and
-nothing writes what the product reads or made before GELU has read it.
+Matches bf16 products, with or without a bias, and with views in between. Saves a read of z in forward; in backward the
+gradient of GELU's result is never written to memory. ``auto`` uses QuACK's if the package is installed and the pair was
+faster on one H200 than QuACK's product followed by a kernel at a copy's speed: 1.09 to 1.27 times forward, 1.14 times
+backward with GELU by tanh. It leaves the gradient of exact GELU alone, whose error function costs what is saved (0.96
+to 1.03 times; `benchmarks/h200_epilogues.json`).
+Tier numerics: GELU is computed from the fp32 sums, before they are rounded. Preconditions: only products read GELU's
+result, since a compiler would fuse other readers with it and not write it; its gradient has no other reader; and
+between the product and GELU nothing writes to the product's operands or its result.
 Source: the package.
 """
 
@@ -33,7 +33,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
-#: What was measured: compute capability, and the sizes of products (M, K) (K, N): the fewest rows, K, and the least N.
+#: What was measured: compute capability, and for products (M, K) (K, N) the least M, the range of K, and the least N.
 _CAPABILITY, _ROWS, _INNER, _OUTER = (9, 0), 16384, (768, 1024), 3072
 
 
@@ -48,8 +48,8 @@ class EpilogueOptions:
 
 @dataclass
 class _Pair:
-    """``product``, the ``gelu`` or ``gelu_backward`` that reads it through views, and in backward the ``sums`` of what
-    that gives over rows."""
+    """``product``, the ``gelu`` or ``gelu_backward`` that reads it through views, and in backward the ``sums`` of its
+    result over rows."""
 
     product: fx.Node
     gelu: fx.Node
@@ -129,7 +129,7 @@ def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
 
 
 def _feeds_products(node: fx.Node) -> bool:
-    """Whether products alone read ``node``, through views."""
+    """Whether all readers of ``node`` are products, also through views."""
     return all(
         _feeds_products(user) if user.target in (*_VIEWS, aten.t.default) else user.target in _PRODUCTS
         for user in node.users
@@ -137,7 +137,7 @@ def _feeds_products(node: fx.Node) -> bool:
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
-    """What ``node`` shows in another shape."""
+    """The node of which ``node`` is a view, or itself."""
     while node.target in _VIEWS:
         node = node.args[0]
     return node
@@ -158,27 +158,27 @@ def _sums(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
 
 
 def _takes(pair: _Pair) -> bool:
-    """Whether the package multiplies them: in bf16, in rows and columns of multiples of 16 bytes."""
+    """Whether the package supports the pair: bf16, with K and N multiples of 8 (16 bytes)."""
     inputs = [node.meta["val"] for node in (*pair.matrices, pair.gelu)]
     return all(gelu.on_device(x) for x in inputs) and all(size % 8 == 0 for size in pair.sizes[1:])
 
 
 def _chosen(able: list[_Pair], options: EpilogueOptions) -> tuple[list[_Pair], str]:
-    """Which of the pairs that the package multiplies it shall multiply, and why these."""
+    """The pairs to rewrite, of the ones that the package supports, and why."""
     if options.backend == "quack":
         why = quack.unavailable() if able else "none is in bf16 on a GPU"
         if why is not None:
-            raise ValueError(f"epilogues=quack: {why}; allowed here: epilogues=torch: choose that")
+            raise ValueError(f"epilogues=quack: {why}; use epilogues=torch or epilogues=auto")
         return able, "asked for"
     measured = [pair for pair in able if _faster(pair)]
     if not measured:
-        return [], "none of such sizes was measured to be faster"
+        return [], "no pair has sizes that were measured to be faster"
     if options.capability != _CAPABILITY:
-        return [], "measured on compute capability {}.{} alone".format(*_CAPABILITY)
+        return [], "measured only on compute capability {}.{}".format(*_CAPABILITY)
     why = quack.unavailable()
     if why is not None:
         return [], why
-    return measured, "those that were faster for such sizes on one H200 (benchmarks/h200_epilogues.json)"
+    return measured, "faster for these sizes on one H200 (benchmarks/h200_epilogues.json)"
 
 
 def _faster(pair: _Pair) -> bool:

@@ -1,9 +1,9 @@
 """Large matrix products by the fastest of cuBLASLt's algorithms that give the same bits.
 
-Before -> after: ``mm(a, b)`` and ``addmm(bias, a, b)`` in 16 bits on a GPU -> `product`, whose algorithm is timed for
-each shape. Every large product is replaced, also where torch's algorithm then stays: ranks must have one graph,
-whatever each of them times. After all passes that look for products.
-Tier numerics: that an algorithm gives torch's bits is seen on random operands, not proved.
+Before -> after: ``mm(a, b)`` and ``addmm(bias, a, b)`` in 16 bits on a GPU -> `product`, which times the algorithms for
+each shape. Every large product is replaced, even if torch's algorithm is the fastest: all ranks must have the same
+graph, whatever they measure. Runs after all passes that look for products.
+Tier numerics: that an algorithm gives torch's bits is tested on random operands, not proved.
 """
 
 from dataclasses import dataclass, replace
@@ -16,14 +16,15 @@ from stepgraph.kernels.cublas_lt import Problem, choose, unavailable
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
-#: Names in the report, of the shapes that gain most.
+#: How many shapes the report lists: the ones that gain most.
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """``least``, ``most``: floating-point operations of the products that are replaced. Smaller ones take less than 30
-    microseconds, and timing larger ones takes seconds. ``timed``: whether the step runs on a GPU of this process."""
+    """``least``, ``most``: bounds on the floating-point operations of a product that is replaced. Smaller ones take
+    less than 30 microseconds, and timing larger ones takes seconds. ``timed``: whether the step runs on a GPU of this
+    process."""
 
     least: int = 1 << 34
     most: int = 1 << 42
@@ -43,7 +44,7 @@ class TuneOptions:
 def tune_products(step: StepGraph, options: TuneOptions, report: PassReport) -> None:
     """Multiply large matrices by the fastest of cuBLASLt's algorithms that give torch's bits."""
     if options.timed and (why := unavailable()):
-        report.notes.append(f"torch's algorithms stay: {why}")
+        report.notes.append(f"torch's algorithms are kept: {why}")
         return
     targets = (aten.mm.default, aten.addmm.default)
     found = [n for target in targets for n in step.graph.find_nodes(op="call_function", target=target)]
@@ -67,7 +68,7 @@ def _report(problems: list[Problem], report: PassReport) -> None:
     faster = {problem: choice for problem, choice in choices.items() if choice.run is not None}
     report.summary += f" of {len(choices)} shapes, {len(faster)} by another algorithm than torch's"
     saved = sum(choices[p].torch_us - choices[p].best_us for p in problems)
-    report.summary += f": {saved / 1e3:.1f} ms of a step less" if faster else ""
+    report.summary += f", an estimated {saved / 1e3:.1f} ms per step faster" if faster else ""
     gains = sorted(faster, key=lambda p: problems.count(p) * (faster[p].best_us - faster[p].torch_us))
     for problem in gains[:_NAMED]:
         choice = faster[problem]
