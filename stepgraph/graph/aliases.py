@@ -16,7 +16,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if is_launch(node):
         return [node.args[i] for i in node.target.writes]
     if node.target in HIDDEN_WRITES:
-        if node.args[TRAINING] is False:  # statistics are only read
+        if any(flag is False for flag in node.args[TRAINING : TRAINING + 1]):  # statistics are only read
             return []
         return [node.args[i] for i in HIDDEN_WRITES[node.target] if isinstance(node.args[i], fx.Node)]
     written: list[fx.Node] = []

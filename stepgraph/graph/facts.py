@@ -28,7 +28,11 @@ _HIDDEN_VIEWS = {
 }
 
 #: Write into arguments although their schema does not say so: the positions of running mean and variance.
-HIDDEN_WRITES = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
+HIDDEN_WRITES = {
+    **dict.fromkeys((aten.native_batch_norm.default, aten.cudnn_batch_norm.default), (3, 4)),
+    **dict.fromkeys((aten.batch_norm_gather_stats.default, aten.batch_norm_gather_stats_with_counts.default), (3, 4)),
+    aten.batch_norm_update_stats.default: (1, 2),
+}
 #: Where the flag is by which they do.
 TRAINING = 5
 

@@ -131,3 +131,30 @@ def test_inputs_that_lie_next_to_each_other_share_nothing():
         roots = [aliases.root(node) for node in inputs.values()]
         assert len(roots) - len(set(roots)) == (2 if name == "weight" else 0)
         model.alias = torch.zeros(2)
+
+
+class Statistics(nn.Module):
+    """Running statistics by operators whose schemas do not say that they write them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        torch.batch_norm_update_stats(y.detach(), self.mean, self.var, 0.1)
+        return (y - self.mean).square().mean()
+
+
+@pytest.mark.parametrize(
+    "passes", [StepOptions(passes="exact", memory="full"), ["inductor"]], ids=["exact", "inductor"]
+)
+def test_running_statistics_of_schemas_without_writes(passes):
+    eager, captured, x = Statistics(), Statistics(), torch.randn(3, 4)
+    captured.load_state_dict(eager.state_dict())
+    step = stepgraph.capture(captured, lambda m, x: m(x), x, passes=passes)
+    for _ in range(2):
+        torch.testing.assert_close(step(x), eager(x).detach())
+    torch.testing.assert_close(captured.state_dict(), eager.state_dict())

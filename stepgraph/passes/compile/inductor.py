@@ -26,7 +26,7 @@ from stepgraph.capture import autocast
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import argument, has_generator, is_launch, is_mutating, is_view, packet
+from stepgraph.graph.facts import HIDDEN_WRITES, argument, has_generator, is_launch, is_mutating, is_view, packet
 from stepgraph.graph.host_copies import RELOAD_END, is_host_copy
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
@@ -178,6 +178,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
+        reason = reason or writes_without_a_word(node)
         if reason:
             left[node] = reason
             return None
@@ -273,6 +274,14 @@ def counts_past_the_end(node: fx.Node) -> str | None:
     if node.target is not aten.multilabel_margin_loss_forward.default:
         return None
     return "Inductor counts what follows the last target of a row"
+
+
+def writes_without_a_word(node: fx.Node) -> str | None:
+    """Why Inductor may move a read of running statistics before what writes them, or None: the operator's schema does
+    not say that it does. It writes those of other norms out itself."""
+    if node.target not in HIDDEN_WRITES or packet(node) in (aten.native_batch_norm, aten.cudnn_batch_norm):
+        return None
+    return "its schema does not say what it writes"
 
 
 class _Aliased:
