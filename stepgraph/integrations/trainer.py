@@ -315,10 +315,10 @@ class GraphTrainer(Trainer):
         microbatches, self._waiting = self._waiting, []
         if self._mesh is not None:
             microbatches = self._alike(microbatches)
-        random = self._random()
+        random = self._random() if self._drawn else []
         with _trl_scores_every_position():
             loss = self._step(model, microbatches)
-        if self._drawn and not all(map(torch.equal, random, self._random())):
+        if random and not all(map(torch.equal, random, self._random())):
             raise ValueError(
                 "random numbers are drawn between the microbatches of a step, which run as one graph at its end, and "
                 "the model draws too, in another order than under Trainer: draw in the data collator"
@@ -328,6 +328,9 @@ class GraphTrainer(Trainer):
     def _prepared(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a microbatch. Those of a step run at its end: what changes between them must not matter."""
         inputs = self._prepare_inputs(inputs)
+        if not self._waiting and self.accelerator.sync_gradients:  # the only one
+            self._drawn = False
+            return inputs
         written = [tensor._version for tensor in (*model.parameters(), *model.buffers())]
         random = self._random()
         if not self._waiting:

@@ -415,7 +415,7 @@ class Watched:
             return self._walk.found if self.change() is None else self._walked().found
 
         before = found()
-        return lambda: _difference(before, found())
+        return lambda: None if (now := found()) is before else _difference(before, now)
 
     def _are_the_same(self) -> bool:
         return (
