@@ -82,7 +82,7 @@ class OpenSizes(compat.SymbolicSizes):
         }
 
     def fake(self, leaf: int, like: torch.Tensor) -> torch.Tensor:
-        """What a leaf is traced with: contiguous, and but for its sizes as ``like``, a fake tensor, which may be the
+        """What a leaf is traced with: contiguous, and apart from its sizes as ``like``, a fake tensor, which may be the
         first part of a larger one."""
         size, *rest = shape = self.shapes[leaf]
         parts = like.untyped_storage().nbytes() // max(1, like.numel() * like.element_size())

@@ -44,7 +44,7 @@ class SymbolicSizes:
         self._expressions = [symbol.node.expr for symbol in self.symbols]
 
     def broken(self, sizes: Sequence[int]) -> str:
-        """What was assumed so far and does not hold for these ``sizes``, as text; "" where everything holds."""
+        """The first assumption so far that does not hold for these ``sizes``, as text; "" if all hold."""
         known = self._known(sizes)
         if min(sizes) < 2:
             return "size > 1"
@@ -54,8 +54,8 @@ class SymbolicSizes:
         return "" if expr is None else str(expr.xreplace(names))
 
     def at(self, value: Any, sizes: Sequence[int]) -> Any:
-        """An open ``value`` where the sizes are ``sizes``; any other value is itself. RuntimeError where floating-point
-        numbers lead to it, which sympy adds and multiplies in another order than Python."""
+        """An open ``value`` at these ``sizes``; any other value is returned as it is. RuntimeError if floating-point
+        numbers lead to it, because sympy adds and multiplies them in another order than Python."""
         if not isinstance(value, torch.SymInt):
             return value
         if _rounds(value.node.expr):
@@ -77,12 +77,12 @@ def _rounds(expression: sympy.Basic) -> bool:
 
 
 def shape_env() -> ShapeEnv:
-    """What notes the assumptions of a trace with open sizes. It invents no symbol for a value or a count."""
+    """A record of what a trace with open sizes assumes. It makes no symbols for values or counts."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 def at_hint(value: Any) -> Any:
-    """The size at hand of an open ``value``, of which nothing is assumed by this; any other value is itself."""
+    """The size that an open ``value`` has in this trace, without a guard; any other value is returned as it is."""
     return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
@@ -92,16 +92,16 @@ def is_open(tensor: torch.Tensor) -> bool:
 
 
 def for_open_sizes(func: OpOverload) -> Callable[..., Any] | None:
-    """What computes the form that ``func`` gives where its own kernel takes known sizes alone; None for others."""
+    """A decomposition of ``func`` for open sizes, if its own kernel takes only known sizes; None for others."""
     return decomposition_table[func] if func is torch.ops.aten.constant_pad_nd.default else None
 
 
 @contextlib.contextmanager
 def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
-    """What a trace with open sizes runs under. Nodes get a size itself as an argument, and not a node that computes it.
+    """What a trace with open sizes runs under. Nodes get an open size as an argument, not a node that computes it.
 
-    To code whose file is not ``is_under_torch`` an open size is an ``int`` in all that it may ask: its class, and by an
-    assumption about the size its text, hash and attributes. `stepgraph.capture.python.reads` answers ``type(size)``.
+    To code whose file is not ``is_under_torch`` an open size looks like an ``int``: by its class, and by its text, hash
+    and attributes, which add a guard. `stepgraph.capture.python.reads` answers ``type(size)``.
     """
     plain, fetch = proxy_tensor.PythonKeyTracer.create_arg, proxy_tensor.fetch_sym_proxy
 

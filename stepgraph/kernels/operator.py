@@ -20,15 +20,15 @@ def operator(
     writes: Iterable[str] = (),
     name: str = "",
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Define the operator ``name``, by default that of the decorated function, which is its plain-torch form and whose
-    annotations are the schema. The operator that takes its place gets a gradient by its ``register_autograd``.
+    """Define the operator ``name`` (by default the decorated function's). The function is its plain-torch form, and its
+    annotations are the schema. The decorator returns the operator; ``register_autograd`` of that adds a gradient.
 
     Args:
-        like: empty results, for fake tensors.
-        launch: what runs instead where ``takes`` is true of the first argument, on its device: a function; for one
-            that launches our Triton kernels ``module:function`` below `stepgraph.kernels`, whose module is imported at
-            the first call, since a CPU needs no triton.
-        check: raises ``ValueError`` for arguments that are not allowed, of fake tensors too.
+        like: makes the empty results for fake tensors.
+        launch: runs in place of the function where ``takes`` is true of the first argument, with its device current. A
+            function, or for our Triton kernels ``module:function`` below `stepgraph.kernels`: the module is imported at
+            the first call, because a CPU run may lack triton.
+        check: raises ``ValueError`` for arguments that are not allowed, also when they are fake.
         writes: names of the arguments that are written.
     """
 

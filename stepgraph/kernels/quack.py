@@ -8,7 +8,7 @@
 A product has one order of additions whatever runs at the same time, so it is deterministic.
 Source: the package's ``quack/gemm_interface.py`` and ``quack/epilogue/library.py``, read at 0.6.5. Groups are given by
 where each begins, the end of the last after them; ``tuned=False`` takes its default tiles, where tuning would time
-candidates inside a step. Products with GELU have tiles of 128 x 128 that take turns, within 6% of the best of nine for
+candidates inside a step. Products with GELU use ping-pong tiles of 128 x 128, within 6% of the best of nine for
 every size that was measured (`benchmarks/h200_epilogues.json`).
 """
 

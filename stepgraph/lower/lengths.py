@@ -1,12 +1,11 @@
-"""Captures of batches that differ in their lengths alone, from one trace in which the lengths are open.
+"""Captures of batches that differ only in their lengths, from one trace in which the lengths are open (symbolic).
 
-A trace with open sizes notes what Python and operators assumed of them, and what Python learned of values that may
-depend on them. A length for which all of that holds has the nodes of that trace, with its sizes put in: none of the
-model's Python runs, and passes see what a trace of its own would have given. Any other length is traced as ever.
+A trace with open sizes records guards: what Python and operators assumed about the sizes, and what Python read of
+values that may depend on them. A length that satisfies them gets the nodes of that trace with its sizes filled in: the
+model's Python does not run, and passes see the graph that a trace of this length would have given. Others are traced.
 
-The trace with open sizes costs as much as four or five others. It is made for the fifth form of one kind, so that a run
-of a few lengths does without, and used from the seventh on: first it must have given, node for node, what traces of
-two lengths gave.
+The trace with open sizes costs as much as four or five others. It is made for the fifth form of one kind, so that
+runs with few lengths do not pay for it, and used from the seventh on, after it has matched the traces of two lengths.
 """
 
 import dataclasses
@@ -37,9 +36,10 @@ aten = torch.ops.aten
 
 #: The trace with open sizes is made for this one of the forms that differ in sizes alone.
 _MADE_FOR = 5
-#: The note of a form that was not traced.
-NOT_TRACED = "not traced: its nodes are those of a trace with open sizes"
-#: Meta of nodes that is made of their values, and that neither passes nor compilers read.
+#: The notes of a form that was not traced, and of one whose sizes cannot be open.
+NOT_TRACED = "not traced: its nodes come from the trace with open sizes"
+_STRIDED = "each length is traced: a tensor of the batch is not contiguous"
+#: Keys of a node's meta that repeat its value; neither passes nor compilers read them.
 _OF_VALUES = ("tensor_meta", "eager_input_vals")
 
 #: Sizes of a batch, by the places of its leaves.
@@ -55,8 +55,8 @@ class Lengths:
         self.note = ""
 
     def traced(self, spec: StepSpec, signature: tuple[tuple, ...]) -> Traced:
-        """The step of ``spec`` as captured; ``note`` says how. ``signature``: all that it is specialized on; what that
-        is of the batch comes first, and begins with its class and the form of each leaf."""
+        """The step of ``spec`` as captured; ``note`` says how. ``signature``: everything that it is specialized on. The
+        batch's part is first, and begins with the class of the batch and the form of each leaf."""
         kind, shapes = _split(spec, *signature)
         family = self._families.get(kind)
         if family is None or family.is_stale():
@@ -67,7 +67,7 @@ class Lengths:
             made = trace(spec)
             if family.learn(spec, made, shapes, leaves):
                 self._latest = family, made
-        self.note = family.note
+        self.note = family.note or _STRIDED * any(has_values(leaf) and not leaf.is_contiguous() for leaf in leaves)
         return made
 
     def keep(self, bound: BoundStep) -> None:
@@ -78,7 +78,7 @@ class Lengths:
 
 
 def _split(spec: StepSpec, of_batch: tuple, *options: Hashable) -> tuple[Hashable, Shapes]:
-    """(what a step is specialized on besides the sizes that may differ, these)."""
+    """(what a step is specialized on apart from the sizes that may vary, the sizes that may vary)."""
     leaves = flatten_batch(spec.batch)[0]
     shapes = {i: tuple(microbatch(leaf, 0, spec.accumulate).shape) for i, leaf in enumerate(leaves) if _may_vary(leaf)}
     forms = [_frame(leaf) if i in shapes else of_batch[1 + i] for i, leaf in enumerate(leaves)]
@@ -98,9 +98,9 @@ def _frame(leaf: torch.Tensor) -> tuple:
 
 
 class _Family:
-    """Forms that differ in their shapes alone. ``template``: the trace with open sizes, and ``watches`` what sees
-    changes of what it was specialized on. ``trusted``: whether it has given what a trace of other sizes gave.
-    ``failed``: why there is none. ``note``: how the latest form was made."""
+    """Forms that differ only in their shapes. ``template``: the trace with open sizes; ``watches`` see changes of what
+    it was specialized on. ``trusted``: whether it has matched a trace of other sizes. ``failed``: why there is none.
+    ``note``: how the latest form was made."""
 
     def __init__(self) -> None:
         self.seen: list[Shapes] = []
@@ -121,7 +121,7 @@ class _Family:
         return made
 
     def learn(self, spec: StepSpec, traced: Traced, shapes: Shapes, leaves: Sequence[Any]) -> bool:
-        """Whether ``traced``, a trace of these ``shapes``, became the template; else they are compared."""
+        """Make a template from ``traced``, or compare the two. Returns whether it became the template."""
         if shapes not in self.seen:
             self.seen.append(shapes)
         if self.failed or self.trusted:
@@ -141,7 +141,7 @@ class _Family:
             try:
                 if not reason:
                     self.template = _Template(spec, traced, self.seen)
-            except Exception as error:  # whatever cannot be traced with open sizes is traced with each length
+            except Exception as error:  # the step is then traced for each length
                 reason = first_line(error) or type(error).__name__
             self.failed = reason
         if self.failed:
@@ -150,14 +150,14 @@ class _Family:
 
 
 def _unfit(spec: StepSpec, traced: Traced) -> str:
-    """Why a step is not to be traced with open sizes; "" if it may be."""
+    """Why a step cannot be traced with open sizes; "" if it can."""
     wrapped = any(compat.is_traceable_wrapper_subclass(slot.tensor) for slot in traced.slots)
     found = {
-        "its model is on several ranks": spec.pipeline is not None or wrapped,
-        "it is repeated with more room": bool(traced.grow),
-        "the host draws random numbers for it": bool(traced.draws.calls or traced.draws.leaves),
-        "it draws from generators of its own": bool(traced.generators),
-        "Python runs again after it": traced.replay is not None,
+        "the model is on several ranks": spec.pipeline is not None or wrapped,
+        "its expert buffers may grow": bool(traced.grow),
+        "the host draws random numbers for the step": bool(traced.draws.calls or traced.draws.leaves),
+        "it draws from its own generators": bool(traced.generators),
+        "Python runs again after the step": traced.replay is not None,
         "forward or the loss changes something in Python": traced.changes,
     }
     return next((reason for reason, is_so in found.items() if is_so), "")
@@ -234,18 +234,18 @@ class _Template:
         for leaf, shape in self._shapes.items():
             for (size, is_open), now in zip(shape, shapes[leaf], strict=True):
                 if (given.setdefault(size, now) if is_open else size) != now:
-                    self.reason = "sizes that were equal, or always the same, are not"
+                    self.reason = "sizes that were equal or constant before no longer are"
                     return None
         sizes = [given[place] for place in range(len(given))]
         if assumed := self.sizes.broken(sizes):
-            self.reason = f"it does not have what the trace with open sizes assumed, {assumed}"
+            self.reason = f"it fails a guard of the trace with open sizes, {assumed}"
             return None
         if not all([host.holds() for host in self._traced.hosts]):
-            self.reason = "the optimizer decides otherwise than when that was traced"
+            self.reason = "the optimizer takes another branch than in the trace with open sizes"
             return None
         reads = self._reads.at(lambda value: self.sizes.at(value, sizes))
         if not reads.hold(leaves, self._n):
-            self.reason = "Python learns other values than in the trace with open sizes"
+            self.reason = "Python reads other values than in the trace with open sizes"
             return None
         graphs = {name: graph.at(sizes, start) for name, graph in self._graphs.items()}
         return dataclasses.replace(

@@ -339,6 +339,16 @@ def test_sizes_that_varied_together_and_then_do_not_are_traced():
     assert used == [False] * 4 + [True, False]
 
 
+def test_a_batch_that_is_not_contiguous_is_traced_and_the_note_says_so():
+    def sliced(n):
+        ids = batch_of(2, n + 1)["ids"]
+        return {"ids": ids[:, :-1], "labels": ids[:, 1:]}
+
+    forms = Forms(Model(attend))
+    assert not any(forms(sliced(n)) for n in (8, 9, 12, 10, 7))
+    assert forms.lengths.note == "each length is traced: a tensor of the batch is not contiguous"
+
+
 def test_one_tensor_in_two_places():
     def twice(n):
         ids = batch_of(2, n)["ids"]
