@@ -135,7 +135,7 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def shared_memory(leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """Each two leaves whose memory overlaps, by their places, and at which byte from the first the second begins."""
+    """For each pair of leaves whose memory overlaps: their places, and the bytes from one start to the other."""
     spans: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
     found = []
     for i, leaf in enumerate(leaves):

@@ -23,8 +23,8 @@ class BatchReads:
     """Values that follow from those of a batch and of buffers: the computation of each, in the order of the trace.
 
     ``places``: for each placeholder of the trace whose values are known, the place of its leaf in the batch.
-    ``buffers``: and the live buffer of each. ``open_sizes``: whether all that Python learns is kept, as of a trace
-    whose sizes are open: what follows from literals may depend on them.
+    ``buffers``: and the live buffer of each. ``open_sizes``: whether everything that Python reads is kept, because
+    in a trace with open sizes what follows from literals may depend on the sizes.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class BatchReads:
             )
 
     def at(self, size: Callable[[Any], Any]) -> "BatchReads":
-        """The same, of open sizes, where these are what ``size`` makes of them."""
+        """The same reads, of a trace with open sizes, at the sizes that ``size`` gives."""
         other = copy.copy(self)
         other._size = size
         return other
@@ -170,7 +170,7 @@ def reads_shape(node: fx.Node) -> bool:
 
 
 def computed(node: fx.Node, values: Mapping[fx.Node, Any], size: Callable[[Any], Any] = compat.at_hint) -> Any:
-    """The value of ``node`` from those of its sources, on the CPU; ``size``: what an open size is."""
+    """The value of ``node`` from those of its sources, on the CPU; ``size`` gives the number for an open size."""
 
     def value(source: fx.Node) -> Any:
         if source in values:

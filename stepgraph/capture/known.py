@@ -241,7 +241,7 @@ class KnownValues(compat.DispatchMode):
         """Whether ``node`` has one value, whatever the memory held that ``torch.empty`` gave."""
         if not any(packet(made) in _UNINITIALIZED for made in history):
             return True
-        if self._reads is not None and self._reads.open_sizes:  # what was written depends on them
+        if self._reads is not None and self._reads.open_sizes:  # what was written may depend on the sizes
             return False
         least, greatest = (self._computed(node, history, bound) for bound in ("min", "max"))
         return torch.equal(least, greatest)

@@ -1,4 +1,4 @@
-"""What must stay in order when nodes of a graph move."""
+"""Which nodes must keep their order when nodes of a graph move."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,16 +14,16 @@ def dependencies(
     window: Sequence[fx.Node], aliases: Aliases, has_effect: Callable[[fx.Node], bool]
 ) -> dict[fx.Node, set[fx.Node]]:
     """For each node the nodes of ``window`` that must run before it: what it reads, earlier writes to what it reads,
-    earlier reads of what it writes; of nodes with a further effect, by ``has_effect``, the one before."""
+    and earlier reads of what it writes. Nodes for which ``has_effect`` is true keep their order among themselves."""
     inside = set(window)
     before: dict[fx.Node, set[fx.Node]] = {}
     wrote: dict[fx.Node, fx.Node] = {}  # by storage: its last writer
     read: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by storage: its readers since
     effect = None  # the last node with an effect beyond tensors
-    turn: dict[tuple, fx.Node] = {}  # the last to begin, and to end, an exchange of each kind and group
+    turn: dict[tuple, fx.Node] = {}  # the last node to begin, or end, an exchange of each kind and group
     for node in window:
         inputs = list(node.all_input_nodes)
-        if node.target is WAIT:  # what a collective reads may be written once it is there, not before
+        if node.target is WAIT:  # what a collective reads may be written only after the wait
             inputs += inputs[0].all_input_nodes
         found = {n for n in node.all_input_nodes if n in inside}
         for root in {aliases.root(n) for n in inputs}:

@@ -61,7 +61,7 @@ class MoEConfig:
             )
 
     def num_params(self, dim: int, *, active: bool = False) -> int:
-        """Number of parameters of a layer of width ``dim``; ``active``: of those alone that one token meets."""
+        """Number of parameters of a layer of width ``dim``; ``active``: only the ones that one token uses."""
         experts = self.top_k if active else self.n_experts
         return self.n_experts * dim + 3 * (experts + self.n_shared) * dim * self.ffn_dim
 
