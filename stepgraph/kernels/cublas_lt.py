@@ -3,9 +3,11 @@
 Source: the reference of cuBLAS 13, section cuBLASLt; the numbers are those of its enumerations.
 """
 
+import contextlib
 import ctypes
 import functools
 import statistics
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +21,7 @@ _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8  # attributes of a product
 _ADD_BIAS = 4  # the epilogue
 _MOST_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # attributes of a search
-_NOT_SUPPORTED = 15  # a status
+_REFUSALS = (7, 8, 15)  # statuses: a value that is not valid, another architecture, not supported
 _SPLITS = 2  # attribute of an algorithm: the number of parts of a sum
 
 _ALGORITHMS = 16  # asked for; cuBLASLt 13 offers 8
@@ -95,21 +97,31 @@ def by_torch(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 @dataclass(frozen=True)
 class Choice:
     """What `choose` found: microseconds by torch and by the fastest algorithm, which ``run(out, a, b, bias)`` calls;
-    None if torch's is kept."""
+    None if torch's is kept. ``timed``: whether there was memory to time them."""
 
     torch_us: float
     best_us: float
     run: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None
+    timed: bool = True
 
 
-_KEPT = Choice(0.0, 0.0, None)
-_CHOICES: dict[Problem, Choice] = {}
+_KEPT = Choice(0.0, 0.0, None, timed=False)
+#: By the problem and the settings of torch that decide about its bits.
+_CHOICES: dict[tuple[Problem, tuple], Choice] = {}
+#: A product's description holds the address of the bias while it is called.
+_BIASED = threading.Lock()
+
+
+def _settings() -> tuple:
+    own = torch.backends.cuda.matmul
+    reduced = own.allow_bf16_reduced_precision_reduction, own.allow_fp16_reduced_precision_reduction
+    return *reduced, own.allow_fp16_accumulation, torch.backends.cuda.preferred_blas_library()
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`stepgraph.kernels.products.product` on a GPU."""
     problem = Problem.of(a, b, bias)
-    choice = _CHOICES.get(problem) if problem is not None else _KEPT
+    choice = _KEPT if problem is None else _CHOICES.get((problem, _settings()))
     if choice is None:
         assert problem is not None
         choice = _KEPT if torch.cuda.is_current_stream_capturing() else choose(problem)
@@ -126,13 +138,14 @@ def choose(problem: Problem) -> Choice:
     process. Keeps torch's if there is too little memory to time them."""
     if unavailable():
         return _KEPT
-    if problem not in _CHOICES:
+    key = problem, _settings()
+    if key not in _CHOICES:
         try:
             with torch.cuda.device(problem.device), torch.random.fork_rng(devices=[problem.device]):
-                _CHOICES[problem] = _timed(problem)
+                _CHOICES[key] = _timed(problem)
         except torch.OutOfMemoryError:
-            _CHOICES[problem] = _KEPT
-    return _CHOICES[problem]
+            _CHOICES[key] = _KEPT
+    return _CHOICES[key]
 
 
 def _timed(problem: Problem) -> Choice:
@@ -144,7 +157,7 @@ def _timed(problem: Problem) -> Choice:
         out.zero_()
         try:
             run(out, a, b, bias)
-        except RuntimeError:  # not every algorithm that is offered takes every product
+        except _RefusalError:  # not every algorithm that is offered takes every product
             continue
         if torch.equal(out, expected):
             runs.append(run)
@@ -208,10 +221,14 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
-def _call(name: str, *args: object, allowed: int = 0) -> None:
+class _RefusalError(RuntimeError):
+    """cuBLASLt does not compute this product so."""
+
+
+def _call(name: str, *args: object) -> None:
     status = getattr(_library(), name)(*args)
-    if status not in (0, allowed):
-        raise RuntimeError(f"{name} of cuBLASLt returned status {status}")
+    if status:
+        raise (_RefusalError if status in _REFUSALS else RuntimeError)(f"{name} of cuBLASLt returned status {status}")
 
 
 def _made(name: str, *args: object) -> _P:
@@ -255,21 +272,23 @@ def _algorithms(problem: Problem) -> list[Callable[[Tensor, Tensor, Tensor, Tens
     found, count = (_Found * _ALGORITHMS)(), ctypes.c_int()
     layouts = (left, right, result, result)
     asked = (handle, product, *layouts, search, _ALGORITHMS, found, ctypes.byref(count))
-    _call("cublasLtMatmulAlgoGetHeuristic", *asked, allowed=_NOT_SUPPORTED)  # then none is found
+    with contextlib.suppress(_RefusalError):  # then none is found
+        _call("cublasLtMatmulAlgoGetHeuristic", *asked)
     _call("cublasLtMatmulPreferenceDestroy", search)
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
     def runner(each: _Found) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], None]:
         def run(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-            if bias is not None:
-                describe(product, _BIAS_POINTER, _P(bias.data_ptr()))
             space = out.new_empty(each.workspace, dtype=torch.uint8) if each.workspace else None
-            _call(
-                "cublasLtMatmul", handle, product, ctypes.byref(one), _P(b.data_ptr()), left, _P(a.data_ptr()), right,
-                ctypes.byref(zero), _P(out.data_ptr()), result, _P(out.data_ptr()), result,
-                ctypes.byref(each.algorithm), _P(space.data_ptr() if space is not None else 0), _SIZE(each.workspace),
-                _P(torch.cuda.current_stream(problem.device).cuda_stream),
-            )  # fmt: skip
+            with contextlib.nullcontext() if bias is None else _BIASED:
+                if bias is not None:
+                    describe(product, _BIAS_POINTER, _P(bias.data_ptr()))
+                _call(
+                    "cublasLtMatmul", handle, product, ctypes.byref(one), _P(b.data_ptr()), left, _P(a.data_ptr()),
+                    right, ctypes.byref(zero), _P(out.data_ptr()), result, _P(out.data_ptr()), result,
+                    ctypes.byref(each.algorithm), _P(space.data_ptr() if space is not None else 0),
+                    _SIZE(each.workspace), _P(torch.cuda.current_stream(problem.device).cuda_stream),
+                )  # fmt: skip
 
         return run
 

@@ -69,6 +69,8 @@ def _report(problems: list[Problem], report: PassReport) -> None:
     report.summary += f" of {len(choices)} shapes, {len(faster)} by another algorithm than torch's"
     saved = sum(choices[p].torch_us - choices[p].best_us for p in problems)
     report.summary += f", an estimated {saved / 1e3:.1f} ms per step faster" if faster else ""
+    if untimed := sum(not choice.timed for choice in choices.values()):
+        report.notes.append(f"{untimed} shapes keep torch's algorithm: too little memory to time them")
     gains = sorted(faster, key=lambda p: problems.count(p) * (faster[p].best_us - faster[p].torch_us))
     for problem in gains[:_NAMED]:
         choice = faster[problem]

@@ -8,9 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import stepgraph
+from stepgraph.kernels import cublas_lt
 from stepgraph.kernels.cublas_lt import Problem
 from stepgraph.kernels.products import product
 from stepgraph.passes import Target, configured, exact, get
+from stepgraph.passes.matmul import tune
 from stepgraph.passes.runner import unusable
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -101,3 +103,26 @@ def test_wrong_operands_are_refused():
     for given in ((a, b.t()), (a, b.float()), (a, b, torch.randn(24, dtype=BF16))):
         with pytest.raises(ValueError, match=r"product got .*allowed"):
             product(*given)
+
+
+def test_a_choice_belongs_to_torchs_settings():
+    before, own = cublas_lt._settings(), torch.backends.cuda.matmul
+    own.allow_fp16_accumulation = not own.allow_fp16_accumulation
+    try:
+        assert len({before, cublas_lt._settings()}) == 2
+    finally:
+        own.allow_fp16_accumulation = not own.allow_fp16_accumulation
+    assert cublas_lt._settings() == before
+
+
+def test_the_report_says_what_was_found(monkeypatch):
+    found = {64: cublas_lt.Choice(30.0, 20.0, print), 256: cublas_lt.Choice(0.0, 0.0, None, timed=False)}
+    monkeypatch.setattr(tune, "choose", lambda problem: found[problem.n])
+    monkeypatch.setattr(tune, "unavailable", lambda: None)
+    given = replace(get("tune_products", least=1, timed=True), needs_cuda=False, for_target=lambda own, target: own)
+    report = report_of(losses([*(p for p in exact() if not p.terminal), given])[1])
+    assert "ms per step faster" in report.summary and any("20 us, 30 by torch" in note for note in report.notes)
+    assert any("too little memory" in note for note in report.notes)
+    monkeypatch.setattr(tune, "unavailable", lambda: "no library")
+    report = report_of(losses([*(p for p in exact() if not p.terminal), given])[1])
+    assert report.changed == 0 and report.notes == ["torch's algorithms are kept: no library"]
