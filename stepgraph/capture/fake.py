@@ -84,11 +84,12 @@ class OpenSizes(compat.SymbolicSizes):
     def fake(self, leaf: int, like: torch.Tensor) -> torch.Tensor:
         """What a leaf is traced with: contiguous, and apart from its sizes as ``like``, a fake tensor, which may be the
         first part of a larger one."""
-        size, *rest = shape = self.shapes[leaf]
-        parts = like.untyped_storage().nbytes() // max(1, like.numel() * like.element_size())
+        shape = self.shapes[leaf]
+        parts = like.untyped_storage().nbytes() // max(1, like.numel() * like.element_size()) if shape else 1
+        whole = [parts * shape[0], *shape[1:]] if parts > 1 else shape
         with self.mode, torch.no_grad():
-            whole = torch.empty([parts * size, *rest] if parts > 1 else shape, dtype=like.dtype, device=like.device)
-            return whole.narrow(0, 0, size) if parts > 1 else whole
+            made = torch.empty(whole, dtype=like.dtype, device=like.device)
+            return made.narrow(0, 0, shape[0]) if parts > 1 else made
 
 
 def _dispatch(

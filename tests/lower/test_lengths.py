@@ -378,6 +378,13 @@ def test_a_few_lengths_do_without_a_trace_with_open_sizes(monkeypatch):
 # ---- what else a step has ----
 
 
+def test_a_scalar_in_the_batch():
+    """As the number of targets that Trainer passes."""
+    forms = Forms(Model(attend), lambda model, batch: loss_fn(model, batch) / batch["count"])
+    used = [forms(batch_of(2, n) | {"count": torch.tensor(n)}) for n in (8, 9, 12, 10, 7)]
+    assert used == [False] * 4 + [True]
+
+
 def test_accumulation_and_dropout():
     forms = Forms(Model(dropped), accumulate=2)
     assert [forms(batch_of(4, n)) for n in (8, 9, 12, 10, 7, 20)] == [False] * 4 + [True] * 2
