@@ -8,8 +8,8 @@ from torch import nn
 
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.trace import LossFn
-from stepgraph.parallel.fsdp import Placement
 from stepgraph.parallel.pipeline import Pipeline
+from stepgraph.parallel.placement import Placement
 from stepgraph.passes import Passes, Target, resolve
 
 

@@ -9,8 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from stepgraph.models.init import Part, whole_part
 from stepgraph.parallel.layout import Layout
-from stepgraph.parallel.pipeline.layout import Pipeline
 
 _LAYOUTS = "_stepgraph_layouts"
 _HELD = "_stepgraph_held"  # gathered parameters by name, inside `gathered_once`
@@ -208,30 +206,3 @@ def round_to(model: nn.Module, dtype: torch.dtype) -> None:
     for param in model.parameters():
         local = param.to_local()
         local.copy_(local.to(dtype))
-
-
-@dataclass(frozen=True)
-class Placement:
-    """``layouts``: where each parameter lies, by name. ``pipeline``: the model's stages; None where each rank runs the
-    whole model."""
-
-    layouts: Mapping[str, Layout]
-    pipeline: Pipeline | None = None
-
-
-def placement_of(model: nn.Module) -> Placement | None:
-    """The placement that `parallelize` gave ``model``, or the model that it is a copy of; None for a plain model.
-
-    Raises ``ValueError`` for a module that holds a model in a pipeline, or for a part of one: stages are cut by the
-    names of the model's parameters.
-    """
-    found = layouts(model)
-    if not found:
-        return None
-    pipeline = next(iter(found.values())).pipeline
-    if pipeline is not None and not pipeline.readers.keys() <= found.keys():
-        raise ValueError(
-            "the model holds one in a pipeline, or is a part of it, and stages are cut by the names of that one's "
-            "parameters: give the model that was given to parallelize"
-        )
-    return Placement(found, pipeline)
