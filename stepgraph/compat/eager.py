@@ -1,6 +1,7 @@
 """Eager calls with less overhead, for kernels of a few microseconds, and operators without a public name."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -145,7 +146,9 @@ _READ_BY_OPERATORS += ("nnpack", "onednn")
 
 @contextlib.contextmanager
 def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
-    """Inside, ``change(name)`` is called before a setting that operators read when they run gets another value."""
+    """Inside, ``change(name)`` is called before this thread gives a setting that operators read when they run another
+    value. Other threads may, as those do that load batches."""
+    tracing = threading.get_ident()
 
     def checked(name: str, setter: Callable) -> Callable:
         def set_to(*given: Any, **options: Any) -> Any:
@@ -154,14 +157,14 @@ def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
                 current = (*given[:-1], torch._C._get_fp32_precision_getter(*given[:-1]))
             else:
                 current = getter()
-            if given and current not in (given, given[0]):
+            if given and current not in (given, given[0]) and threading.get_ident() == tracing:
                 change(name.removesuffix("_setter").replace("_", " "))
             return setter(*given, **options)
 
         return set_to
 
     def assigned(prop: Any, module: Any, value: Any) -> None:
-        if prop.getter() != value:
+        if prop.getter() != value and threading.get_ident() == tracing:
             change(next(f"{module.__name__}.{name}" for name, one in vars(type(module)).items() if one is prop))
         prop.setter(value)
 
