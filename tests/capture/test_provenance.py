@@ -13,7 +13,7 @@ from torch import nn
 import stepgraph
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.values import Parameter
-from stepgraph.models import Llama3, Llama3Config, next_token_loss, swiglu
+from stepgraph.models import Llama3, Llama3Config, decoder, next_token_loss
 from stepgraph.models import loss as loss_module
 
 aten = torch.ops.aten
@@ -120,8 +120,8 @@ def test_norms_and_attention_in_backward_belong_to_their_modules():
 
 def test_source_lines_are_the_models():
     _, graph = captured("llama-fused")
-    lines, first = inspect.getsourcelines(swiglu.SwiGLU.forward)
-    span = {f"{swiglu.__file__}:{first + i}" for i in range(len(lines))}
+    lines, first = inspect.getsourcelines(decoder.SwiGLU.forward)
+    span = {f"{decoder.__file__}:{first + i}" for i in range(len(lines))}
     for phase in ("forward", "backward"):
         found = {provenance(n).source for n in graph.nodes(phase) if provenance(n).path.endswith("mlp.up_proj")}
         assert found

@@ -74,19 +74,10 @@ def test_autocast_is_seen_where_it_was_off_before() -> None:
     assert [n.target.namespace for n in forward] == ["aten", "stepgraph_autocast"]
 
 
-@pytest.mark.parametrize("changed", ["dtype", "strides", "number", "default dtype"])
+@pytest.mark.parametrize("changed", ["dtype", "strides", "number"])
 def test_another_form_is_another_call(changed: str) -> None:
     def loss(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
         first = x / 2
-        if changed == "default dtype":
-            ints = x.int()
-            made = [ints / 2]
-            torch._C._set_default_dtype(torch.float64)
-            try:
-                made.append(ints / 2)
-            finally:
-                torch._C._set_default_dtype(torch.float32)
-            assert [t.dtype for t in made] == [torch.float32, torch.float64]
         second = {"dtype": x.double(), "strides": x.t()}.get(changed, x) / (3.5 if changed == "number" else 2)
         assert second.dtype == (torch.float64 if changed == "dtype" else x.dtype)
         assert second.stride() == ((1, 4) if changed == "strides" else first.stride())
@@ -103,10 +94,29 @@ def test_a_setting_that_chooses_kernels_is_part_of_the_call(backend: str, monkey
     monkeypatch.setattr(repeated, "_OUTCOMES", outcomes)
 
     def loss(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        first = x / 2
-        with getattr(torch.backends, backend).flags(enabled=False):
-            return first.sum() + (x / 2).sum()
+        return (x / 2).sum()
 
-    trace_step(nn.Linear(1, 1), loss, torch.zeros(4, 4, requires_grad=True))
+    def traced() -> None:
+        trace_step(nn.Linear(1, 1), loss, torch.zeros(4, 4, requires_grad=True))
+
+    traced()
+    with getattr(torch.backends, backend).flags(enabled=False):
+        traced()
     divisions = [key for key in outcomes if key[0] is torch.ops.aten.div.Tensor and key[-1] == 2]
     assert len({key[1] for key in divisions}) == 2
+
+
+def test_the_default_dtype_is_part_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x.int() / 2).sum() + model(x).sum()
+
+    monkeypatch.setattr(repeated, "_OUTCOMES", {})
+    model, x, found = nn.Linear(4, 1), torch.zeros(4, 4), []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            graph = trace_step(model, loss, x).step.graph
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found += [n.meta["val"].dtype for n in graph.nodes if n.target is torch.ops.aten.div.Tensor]
+    assert found == [torch.float32, torch.float64]
