@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -219,6 +219,7 @@ def intercept_checkpoint(
     original, hook = getattr(torch_checkpoint, name), torch_checkpoint._checkpoint_hook
     repeated = 0  # open regions that run again
     whole = 0  # of these, functions of the re-entrant variant that are running
+    started: list[Generator[None, None, None]] = []  # by torch, which leaves them open where a function raises
 
     def generator(function: Callable, preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         return run(function, preserve_rng_state, lambda again: original(again, False, *args, **kwargs))
@@ -247,7 +248,8 @@ def intercept_checkpoint(
 
             repeated += 1
             try:
-                yield from start(in_context)
+                started.append(start(in_context))
+                yield from started[-1]
             finally:
                 repeated -= 1
 
@@ -297,8 +299,12 @@ def intercept_checkpoint(
         # For compilers selective checkpointing keeps all results, and finds written ones among them; eager does not.
         "_is_compiling": lambda *_: False,
     }
-    with replaced(torch_checkpoint, **hooks):
-        yield
+    try:
+        with replaced(torch_checkpoint, **hooks):
+            yield
+    finally:
+        for one in reversed(started):  # else its hooks of saved tensors stay until the error is forgotten
+            one.close()
 
 
 @contextlib.contextmanager
