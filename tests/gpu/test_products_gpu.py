@@ -49,7 +49,7 @@ def test_an_algorithm_is_chosen_where_torchs_is_slow():
 
 
 def test_every_algorithm_multiplies():
-    """Those that are not chosen too: near the product in fp32, whatever order they add in."""
+    """Algorithms that are not chosen are right as well: close to the product in fp32, in whatever order they sum."""
     a, b, bias = matrices(2048, 4096, 1024, (False, True), True, torch.bfloat16)
     expected = a.float() @ b.float() + bias.float()
     runs = cublas_lt._algorithms(Problem.of(a, b, bias))
