@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-#: The largest JSON or TOML file that is read whole, in bytes: tokenizers of 256k tokens have 40 MB.
-LARGEST_TEXT = 1 << 28
 #: The exit status of a command that Ctrl-C ends where there is nothing to save.
 INTERRUPTED = 130
 #: Seconds after which a process that is to end no longer waits for the reader of its output.
@@ -99,22 +97,11 @@ def require_file(path: Path) -> None:
         raise ValueError(f"{path} is {kind}: give a file")
 
 
-def parse(text: str | bytes, loads: Callable[[Any], Any] = json.loads) -> Any:
-    """What the JSON in ``text`` holds, or what ``loads`` reads. ``ValueError`` too where it is nested too deeply."""
-    try:
-        return loads(text)
-    except RecursionError:
-        raise ValueError("its objects are nested too deeply to be read") from None
-
-
 def read_json(path: Path, loads: Callable[[Any], Any] = json.loads) -> Any:
     """What a file of JSON, or of what ``loads`` reads, holds. ``OSError`` where it cannot be read; ``ValueError``, in
-    one line without the path, for another text, one that is not UTF-8, is too deep or too large, or a pipe or device,
-    which might never end."""
+    one line without the path, for another text, one that is not UTF-8, or a pipe or device, which might never end."""
     require_file(path)
-    if path.stat().st_size > LARGEST_TEXT:
-        raise ValueError(f"it has {path.stat().st_size / 1e6:,.0f} MB, more than {LARGEST_TEXT / 1e6:,.0f}")
-    return parse(path.read_bytes().decode("utf-8"), loads)
+    return loads(path.read_bytes().decode("utf-8"))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -19,7 +19,7 @@ import torch
 from stepgraph import options
 from stepgraph.config.command_line import run_of
 from stepgraph.config.from_json import decode
-from stepgraph.errors import parse, unknown_name
+from stepgraph.errors import unknown_name
 from stepgraph.models import FAMILIES, family_named, family_of, llama3_debug
 from stepgraph.models.preference import PAIR, PAIR_TOKENS
 from stepgraph.models.transformers.transformers import CausalLMConfig, lora_options, takes_positions
@@ -270,7 +270,7 @@ class TrainConfig(
     @classmethod
     def from_json(cls, text: str) -> "TrainConfig":
         """The configuration that ``to_json`` wrote. Raises ValueError for text it cannot have written."""
-        values = parse(text)
+        values = json.loads(text)
         if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
             raise ValueError("not a run's configuration: it must be a JSON object with a model in it")
         model = dict(values["model"])

@@ -283,8 +283,6 @@ def test_a_broken_index_is_refused(sharded):
     refused(model, sharded, "model.safetensors.index.json is not valid JSON")
     index.write_text("[]")
     refused(model, sharded, "holds a list, not a JSON object")
-    index.write_text("[" * 100_000 + "]" * 100_000)
-    refused(model, sharded, "model.safetensors.index.json is not valid JSON", "nested too deeply")
     index.unlink()
     refused(model, sharded, "has neither model.safetensors nor model.safetensors.index.json")
 

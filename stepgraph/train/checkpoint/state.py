@@ -189,17 +189,6 @@ def without(layout: dict | list, absent: set[str]) -> dict | list:
     return {**layout, "groups": groups}
 
 
-def tensors_of_layout(layout: dict | list) -> dict[str, list]:
-    """``{name in the checkpoint: [shape, dtype]}`` of the tensors in a saved layout of one optimizer or several."""
-    return {
-        _slot_name(name, key): [slot["shape"], slot["dtype"]]
-        for one in _several(layout)
-        for name, slots in one["state"].items()
-        for key, slot in slots.items()
-        if "value" not in slot
-    }
-
-
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], trim: Trim
 ) -> tuple[dict, dict[str, Tensor]]:

@@ -6,7 +6,6 @@ negative, so that one stream holds both.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +22,6 @@ from stepgraph.train.data.tokenizer_files import TokenizerFiles
 
 #: Around what a template marks as generated; Unicode has no characters here, and never will.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-
-#: What a template may do to render one conversation: turns of its loops, and characters of a text that it makes.
-_MOST_LOOPS, _LARGEST = 1_000_000, 1 << 28
 
 #: Characters per token that are tokenized of a long conversation: some ten times as many as a token has.
 _CHARACTERS = 64
@@ -44,7 +40,7 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: dict[str, str]):
         self.text, self._tokens = text, tokens
-        self._environment = environment = _Sandbox(
+        environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -103,62 +99,14 @@ class ChatTemplate:
     def _render(self, messages: list[Message], prompt: bool) -> str:
         # Neither tools nor documents: templates ask whether these are None, as transformers gives them.
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": prompt}
-        self._environment.loops = 0
         try:
             return self._template.render(**given, **self._tokens)
-        except Exception as error:  # a template is a program, and may divide by zero or call itself for ever
+        except Exception as error:  # a template is a program, and may divide by zero
             reason = error if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             said = " / ".join(str(message.get("content"))[:40] for message in messages[:2])
             raise ValueError(
                 f"the chat template refuses a conversation ({reason}): {said!r}; leave it out, or fix the template"
             ) from error
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with limits: endless loops and texts of a template end in an error.
-
-    Jinja compiles loops to Python's, so each loop's body is made to begin with a call that counts, and each assignment
-    and product to pass a call that looks at the size.
-    """
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.loops = 0
-        self.globals |= {"_count": self._count, "_bounded": _bounded}
-
-    def _count(self) -> str:
-        self.loops += 1
-        if self.loops > _MOST_LOOPS:
-            raise jinja2.TemplateError(f"its loops run more than {_MOST_LOOPS:,} times")
-        return ""
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(jinja2.nodes.For)):
-            loop.body.insert(0, jinja2.nodes.ExprStmt(_call("_count")).set_lineno(loop.lineno))
-        for assignment in list(tree.find_all(jinja2.nodes.Assign)):
-            assignment.node = _call("_bounded", assignment.node).set_lineno(assignment.lineno)
-        tree.set_environment(self)
-        return tree
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
-        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
-        if (operator == "**" or not numbers) and math.prod(sizes) > _LARGEST:
-            raise jinja2.TemplateError(f"{operator} makes something of more than {_LARGEST:,} characters")
-        return super().call_binop(context, operator, left, right)
-
-
-def _call(name: str, *arguments: jinja2.nodes.Expr) -> jinja2.nodes.Call:
-    return jinja2.nodes.Call(jinja2.nodes.Name(name, "load"), list(arguments), [], None, None)
-
-
-def _bounded(value: Any) -> Any:
-    if isinstance(value, (str, list, tuple)) and len(value) > _LARGEST:
-        raise jinja2.TemplateError(f"it makes a text of more than {_LARGEST:,} characters")
-    return value
 
 
 class _Generation(Extension):

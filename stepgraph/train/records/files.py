@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stepgraph.errors import parse, read_json, require_file, write_text
+from stepgraph.errors import read_json, require_file, write_text
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -15,7 +15,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = parse(line)
+            record = json.loads(line)
         except ValueError as error:  # of JSON, or of UTF-8
             if number < len(lines):
                 raise ValueError(f"{path} line {number} is not JSON: repair or delete that line") from error

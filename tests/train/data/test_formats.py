@@ -361,8 +361,8 @@ def test_bad_tokenizers_are_refused(tmp_path, tokenizer_json):
     content = tokenizer_json.read_text()
     path = tmp_path / "tokenizer.json"
     for bad, reason in [
-        (content[: len(content) // 2], "is not valid JSON"),
-        ("", "is not valid JSON"),
+        (content[: len(content) // 2], "is not a tokenizer of the `tokenizers` library (EOF"),
+        ("", "is not a tokenizer of the `tokenizers` library (EOF"),
         ('{"model": {"type": "None"}}', "is not a tokenizer of the `tokenizers` library"),
         ("[]", "is not a tokenizer of the `tokenizers` library"),
         (content.replace("<|endoftext|>", "<other>"), "has no end-of-text token: name one of its tokens eos_token in"),
@@ -370,7 +370,7 @@ def test_bad_tokenizers_are_refused(tmp_path, tokenizer_json):
         path.write_text(bad)
         assert reason in message(path)
     path.write_bytes(content.encode("utf-16"))
-    assert "is not valid JSON ('utf-8' codec" in message(path)
+    assert "is not a tokenizer of the `tokenizers` library ('utf-8' codec" in message(path)
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
