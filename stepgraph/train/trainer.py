@@ -176,7 +176,6 @@ class Run:
         self.times_ms: list[float] = []
         self.val_loss: float | None = None
         self.waited_s = 0.0  # that the loop waited for the data of its next step
-        self.rewritten = False  # whether the data is known to have been written to since
         self.bubble = Bubble()
         self.ending, self.ended = threading.Lock(), False  # for `close`
         self.signals = StopSignals(patient=self.ranks.world > 1, speaks=self.speaks)
@@ -390,11 +389,9 @@ class Run:
 
     def _launch(self) -> Launched:
         """Start the next step on the next batch."""
-        began, epoch = time.perf_counter(), self.loader.epoch
+        began = time.perf_counter()
         batch = next(self.loader)
         data_ms = (self.waited_s + time.perf_counter() - began) * 1e3
-        if self.loader.epoch != epoch:
-            self._check_data()
         if self.device.type == "cuda":
             batch = {k: v.pin_memory().to(self.device, non_blocking=True) for k, v in batch.items()}
         lr = lr_at(self.step, self.config)
@@ -516,23 +513,14 @@ class Run:
         """Save the state. In mid-run an error lets the run stop as for a signal, which saves once more. While steps are
         left out, the weights may be the cause: the state is saved only where the run ends, in addition to others."""
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
-        self._check_data()
         sound = not self.finite.in_a_row
         if not last and not sound:
             return self.say(f"no checkpoint of step {self.step}: steps are left out, and its weights may be the cause")
         with contextlib.nullcontext() if last else self.failures.noted():
             waited_s = self.saving.save(self.step, self.state, last=last, evict=sound)
-        with self.failures.noted():
-            self.folder.check_there(self.config)
-            if self.saving.saved_step == self.step and not last:
+        if self.saving.saved_step == self.step and not last:
+            with self.failures.noted():
                 self.folder.log(self.step, save_s=waited_s)
-
-    def _check_data(self) -> None:
-        """Say it once where the data was rewritten in place: a resumed run would not find the rows of this one."""
-        if self.speaks and not self.rewritten and any(cache.rewritten() for cache in self.loader.caches):
-            self.rewritten = True
-            self.say(f"warning: {self.config.data} was written to since the run began: without a copy of the "
-                     "old data it cannot be resumed")  # fmt: skip
 
     @property
     def compile_s(self) -> float | None:

@@ -192,21 +192,6 @@ def test_checkpoints_that_became_a_file_are_one_line(trainer, tmp_path, monkeypa
     assert "cannot write checkpoint" in one_line(capsys) and trainer.summary(folder)["steps"] == 6
 
 
-def test_a_run_folder_deleted_while_it_is_saved_to_is_saved_once_more(trainer, whole, tmp_path, monkeypatch, capsys):
-    folder, dcp_save = tmp_path / "run", checkpointer.dcp_save
-
-    def gone(*arguments):
-        dcp_save(*arguments)
-        if folder.exists() and not calls:
-            calls.append(shutil.rmtree(folder))
-
-    calls = []
-    monkeypatch.setattr(checkpointer, "dcp_save", gone)
-    assert trainer.here(*ONE_LAYER, "--checkpoint-every", 3, "--out", folder) == 1
-    assert "step 3 is saved: --resume" in one_line(capsys) and trainer.checkpoints(folder) == ["step-00000003"]
-    assert trainer.resume(folder, "--checkpoint-every", 0) == 0
-
-
 # ---- closing ----
 
 

@@ -78,7 +78,7 @@ class Folder:
     def read(self, name: str) -> Entry | None:
         """An entry with all its files, or None where there is none. Raises `DamagedEntry` if one byte differs."""
         self.check()
-        if not _is_there(self.path / name):
+        if not (self.path / name).exists():
             return None
         manifest = self._manifest(name)
         files = {}
@@ -95,16 +95,13 @@ class Folder:
         if not self.given:
             _refuse_foreign(self.path / name)
         digest, _, body = self._bytes(name, MANIFEST).partition(b"\n")
-        manifest = _listed(body) if hashlib.sha256(body).hexdigest().encode() == digest else None
-        if manifest is None:
+        if hashlib.sha256(body).hexdigest().encode() != digest:
             raise DamagedEntry(f"{self.path / name / MANIFEST} is not what was saved")
-        return manifest
+        return json.loads(body)
 
     def _bytes(self, name: str, file: str) -> bytes:
         path = self.path / name / file
         try:
-            if not stat.S_ISREG(os.lstat(path).st_mode):  # a pipe or a device would never end
-                raise DamagedEntry(f"{path} is not what was saved: it is no plain file")
             return path.read_bytes()
         except OSError as failure:
             raise DamagedEntry(f"{path}: {failure.strerror}") from None
@@ -139,21 +136,12 @@ class Folder:
 
     def _publish(self, aside: Path, name: str, replace: bool) -> None:
         if replace:
-            away = self._aside()
-            with contextlib.suppress(OSError):  # another process has replaced it
-                os.rename(self.path / name, away / name)
-            shutil.rmtree(away, ignore_errors=True)
+            shutil.rmtree(self.path / name, ignore_errors=True)
         try:
             os.rename(aside, self.path / name)
         except OSError:
-            if not self._is_whole(name):  # else another process was first, with the same step
+            if not (self.path / name).is_dir():  # else another process was first, with the same step
                 raise
-
-    def _is_whole(self, name: str) -> bool:
-        try:
-            return self.read(name) is not None
-        except (DamagedEntry, UnsafeFolder):
-            return False
 
     def _clear(self) -> None:
         """Remove what writers that were killed left behind, and old entries of the automatic folder."""
@@ -171,31 +159,6 @@ def _folders(path: Path) -> Iterator[Path]:
     """The folders in ``path``; none where that does not exist or may not be read: writing there says why."""
     with contextlib.suppress(OSError):
         yield from (entry for entry in path.iterdir() if os.path.isdir(entry))
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is anything, a damaged entry or one that may not be read included."""
-    try:
-        os.lstat(path)
-    except OSError as failure:
-        return not isinstance(failure, FileNotFoundError | NotADirectoryError)
-    return True
-
-
-def _listed(body: bytes) -> dict[str, Any] | None:
-    """A manifest; None if it does not list files of its own folder and parts of a key."""
-    with contextlib.suppress(ValueError):
-        match json.loads(body):
-            case {"files": dict(files), "parts": dict()} as manifest if all(map(_is_listed, files.items())):
-                return manifest
-    return None
-
-
-def _is_listed(item: tuple[str, Any]) -> bool:
-    match item:
-        case str(file), [int(), str()]:
-            return Path(file).name == file
-    return False
 
 
 def _time(entry: Path) -> float:

@@ -142,13 +142,6 @@ class TokenCache:
             self._begins_of = found["tokens"]
         return begun(self._begins, start, stop)
 
-    def rewritten(self) -> bool:
-        """Whether the source's files were written to, or removed, since this object was made."""
-        try:
-            return self._source.stamp() != self._stamp
-        except OSError:
-            return True
-
     def describe(self) -> str:
         """How much is there, for people."""
         found = self._progress()

@@ -43,14 +43,13 @@ class RecoverableErrors:
 
     @contextlib.contextmanager
     def of_threads(self) -> Iterator[None]:
-        """Keep the OSErrors that end threads inside, such as TensorBoard's writer; not the errors of a folder that
-        somebody deleted, as the next record is written to another."""
+        """Keep the OSErrors that end threads inside, such as TensorBoard's writer."""
         before = threading.excepthook
 
         def note(ended: threading.ExceptHookArgs) -> None:
             if not isinstance(ended.exc_value, OSError):
                 return before(ended)
-            with self.noted(), contextlib.suppress(FileNotFoundError):
+            with self.noted():
                 raise ended.exc_value
 
         threading.excepthook = note

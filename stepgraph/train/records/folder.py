@@ -1,6 +1,5 @@
 """The run folder: every record that a run leaves behind, its summary among them."""
 
-import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -123,13 +122,6 @@ class RunFolder:
 
         return SummaryWriter(self.path / "tb", purge_step=self._purge_step, flush_secs=10)
 
-    def _drop_deleted(self) -> None:
-        """Drop TensorBoard's writer, which cannot continue, where somebody deleted ``tb/``; `log` makes another."""
-        if "_tensorboard" in vars(self) and not (self.path / "tb").is_dir():
-            with contextlib.suppress(FileNotFoundError):
-                self._tensorboard.close()
-            del self._tensorboard
-
     def settle(self) -> None:
         """A run that rewinds has a checkpoint of its own: what it recorded takes the place of what was there."""
         if self._rewinds:
@@ -141,14 +133,6 @@ class RunFolder:
         """Writes ``config.json``."""
         write_text(self.path / "config.json", config.to_json())
 
-    def check_there(self, config: TrainConfig) -> None:
-        """Raises OSError where the folder was removed during the run; what was saved there since can still be
-        resumed."""
-        if not (self.path / "config.json").exists():
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.write_config(config)
-            raise OSError(f"run folder {self.path} was removed while it was in use, its records with it")
-
     def write(self, name: str, content: Any) -> None:
         """Writes the file ``name``: text as it is, anything else as JSON."""
         (write_text if isinstance(content, str) else write_json)(self.path / name, content)
@@ -159,11 +143,7 @@ class RunFolder:
         A name that starts with ``val_`` goes to TensorBoard's ``val/``, others to ``train/``; a list to a tag for each
         element. ``expert_load`` lists, for each layer with experts, the highest load of an expert over the mean.
         """
-        if not self._metrics_file.exists():  # somebody deleted it
-            self._metrics.close()
-            self._metrics = self._metrics_file.open("a", buffering=1, encoding="utf-8")
         self._metrics.write(json_line({"step": step} | values))
-        self._drop_deleted()
         scalars: dict[str, float] = {}
         for name, value in values.items():
             if value is None:
@@ -196,7 +176,6 @@ class RunFolder:
     def close(self) -> None:
         """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
         with self._lock, self._metrics:
-            self._drop_deleted()
             if "_tensorboard" in vars(self):
                 self._tensorboard.close()
             if self.tracker is not None:
@@ -214,7 +193,7 @@ class SilentFolder:
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    settle = write_config = check_there = write = write_summary = _nothing
+    settle = write_config = write = write_summary = _nothing
     log = draw_loss = close = _nothing
 
 

@@ -2,8 +2,6 @@
 
 import errno
 import functools
-import hashlib
-import json
 import os
 import shutil
 import threading
@@ -59,45 +57,6 @@ def test_a_file_that_is_cut_or_gone_is_refused(folder, file):
     path.unlink()
     with pytest.raises(DamagedEntry, match="No such file"):
         folder.read("step-1")
-
-
-@pytest.mark.parametrize("file", ["manifest.json", *FILES])
-@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_plain_file_is_refused(folder, file, put):
-    path = folder.path / "step-1" / file
-    path.unlink()
-    put(path)
-    with pytest.raises(DamagedEntry, match=f"{file} is not what was saved: it is no plain file"):
-        folder.read("step-1")
-    folder.write("step-1", PARTS, FILES, replace=True)
-    assert folder.read("step-1").files == FILES and folder.names() == ["step-1"]
-
-
-@pytest.mark.parametrize(
-    "manifest",
-    [
-        b"no JSON",
-        b"[]",
-        b'{"parts": {}}',
-        b'{"parts": {}, "files": {"program.json": []}}',
-        json.dumps({"parts": {}, "files": {"../other": [4, hashlib.sha256(b"mine").hexdigest()]}}).encode(),
-    ],
-)
-def test_a_manifest_that_lists_no_files_of_its_own_folder_is_refused(folder, manifest):
-    (folder.path / "other").write_bytes(b"mine")
-    written = hashlib.sha256(manifest).hexdigest().encode() + b"\n" + manifest
-    (folder.path / "step-1" / "manifest.json").write_bytes(written)
-    with pytest.raises(DamagedEntry, match="is not what was saved"):
-        folder.read("step-1")
-
-
-@pytest.mark.parametrize("put", [os.mknod, lambda path: os.symlink("nowhere", path)])
-def test_what_is_no_folder_is_refused_and_replaced(folder, put):
-    put(folder.path / "step-2")
-    with pytest.raises((DamagedEntry, UnsafeFolder)):
-        folder.read("step-2")
-    folder.write("step-2", PARTS, FILES, replace=True)
-    assert folder.read("step-2").files == FILES and sorted(os.listdir(folder.path)) == ["step-1", "step-2"]
 
 
 def test_a_named_folder_is_shared_as_the_umask_says(tmp_path):

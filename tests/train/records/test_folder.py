@@ -1,12 +1,10 @@
 """The run folder: what a run writes, when it reaches the disk, and what a resume drops."""
 
-import contextlib
 import errno
 import json
 import math
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from stepgraph.config.environment import environment
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import write_text
 from stepgraph.inspect.account.page import write_page
-from stepgraph.train.faults.recoverable import RecoverableErrors
 from stepgraph.train.records import folder
 from stepgraph.train.records.files import read_metrics, status_of
 from stepgraph.train.records.folder import RunFolder, Summary
@@ -181,26 +178,3 @@ def test_every_summary_key_is_documented():
     source = Path(folder.__file__).read_text(encoding="utf-8")
     for key in Summary.__dataclass_fields__:
         assert re.search(rf'^    {key}: .*\n    """.+', source, re.MULTILINE), key
-
-
-def test_records_that_are_deleted_from_a_live_run_end_nothing(tmp_path):
-    folder, tb, failures = RunFolder(tmp_path / "run"), tmp_path / "run/tb", RecoverableErrors()
-    with failures.of_threads():
-        folder.log(1, loss=2.0)
-        (tmp_path / "run/metrics.jsonl").unlink()
-        folder.log(2, loss=1.0)
-        shutil.rmtree(tb)
-        folder.log(3, loss=0.5)
-        shutil.rmtree(tb)
-        with contextlib.suppress(FileNotFoundError):  # TensorBoard's thread may have seen it first
-            folder._tensorboard.flush()
-        folder._tensorboard.file_writer.event_writer._async_writer._worker.join(3)
-        folder.log(4, loss=0.25)
-        folder._tensorboard.flush()
-        (event,) = EventAccumulator(str(tb)).Reload().Scalars("train/loss")
-        assert (event.step, event.value) == (4, 0.25)
-        shutil.rmtree(tb)
-        folder.close()
-    assert failures.first is None
-    losses = {record["step"]: record["loss"] for record in read_metrics(tmp_path / "run/metrics.jsonl")}
-    assert losses == {2: 1.0, 3: 0.5, 4: 0.25}
