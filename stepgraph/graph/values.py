@@ -1,12 +1,11 @@
 """What enters and leaves the graphs of a program: one small frozen class per kind.
 
-``kind`` and ``name`` are text for people, node names and pages, and nothing reads them back: `plain` and `typed` are
-the form for files. ``part``: the number of a local tensor where a wrapped one (such as a quantized weight) has several;
-None where it has one.
+``kind`` and ``name`` are text for people, node names and pages, and nothing reads them back. ``part``: the number of a
+local tensor where a wrapped one (such as a quantized weight) has several; None where it has one.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, get_args
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -212,17 +211,3 @@ Input = (
     | Loss
 )
 Output = Loss | TotalLoss | Metric | Reported | Read | Gradient | MadeState | Value | Ratio
-
-_CLASSES = {kind.__name__: kind for kind in get_args(Input | Output)}
-
-
-def plain(value: Input | Output) -> list[Any]:
-    """``value`` as JSON has it."""
-    own = [getattr(value, own.name) for own in fields(value)]
-    return [type(value).__name__, *(plain(x) if isinstance(x, Named) else x for x in own)]
-
-
-def typed(found: list[Any]) -> Any:
-    """What `plain` was given."""
-    name, *own = found
-    return _CLASSES[name](*((typed(x) if x[0] in _CLASSES else tuple(x)) if isinstance(x, list) else x for x in own))

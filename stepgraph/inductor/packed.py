@@ -1,87 +1,169 @@
-"""A piece of a graph as bytes that another process unpacks: its nodes, the forms of their values, and its options.
+"""Graphs as bytes: what nodes call and hold, and the forms of their values, which share storage again where they did.
 
-Unlike a saved step (`stepgraph.run.saved`) they never leave the machine, and are unpickled.
+A saved step keeps its graphs so (`stepgraph.run.saved`), and pieces go so to processes that compile them. They are
+unpickled, node by node, so that each finds the ones before it.
 """
 
+import functools
 import io
 import operator
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from stepgraph import compat
 
-
-class Unpackable(ValueError):
-    """A piece that has no packed form: one that calls other graphs, or options that no other process can have."""
-
-
-class _Place(int):
-    """Represents a node: its place among the nodes before."""
+#: Where what a node holds is defined: constants of torch and containers. All else is refused.
+_HOMES = ("stepgraph", "torch", "builtins", "collections", "_operator")
 
 
-class _Packer(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO):
+class NotSavable(ValueError):
+    """A graph holds what has no packed form; the message says what, in one line."""
+
+
+class NotLoadable(ValueError):
+    """Bytes of a graph do not fit this process; the message says why, in one line."""
+
+
+class Packed(NamedTuple):
+    """A node. ``target``: what it calls, or what represents that in its packed form."""
+
+    op: str
+    target: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class Packer(pickle.Pickler):
+    """Pickles nodes by name, tensors by form. ``own``: the device of this rank, which is written without its number.
+    ``canonical``: equal graphs have equal, if longer, bytes, whichever objects they share. Raises `NotSavable`."""
+
+    def __init__(self, stream: io.BytesIO, own: torch.device | None = None, canonical: bool = False):
         super().__init__(stream)
-        self.storages: dict[int, int] = {}
+        self.own, self.fast = own, canonical  # without a memo of objects
+        self._storages: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []  # so that no address is given twice
+
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, fx.Node):
+            return "node", value.name
+        if isinstance(value, torch.Tensor):
+            return "tensor", *self._form(value)
+        return ("own",) if isinstance(value, torch.device) and value == self.own else None
+
+    def _form(self, value: torch.Tensor) -> tuple[Any, ...]:
+        """(device, dtype, (number of its storage, its bytes), offset, shape, strides, conjugate, negative)."""
+        if value.layout is not torch.strided or compat.is_traceable_wrapper_subclass(value):
+            raise NotSavable(f"a value of layout {value.layout} ({type(value).__name__}) has no saved form")
+        number = self._storages.setdefault(compat.storage_key(value), len(self._storages))
+        self._kept.append(value)
+        memory = number, value.untyped_storage().nbytes()
+        where = value.storage_offset(), tuple(value.shape), value.stride()
+        return value.device, value.dtype, memory, *where, value.is_conj(), value.is_neg()
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch._ops.OpOverload):
-            return _operator, (str(value),)
-        if isinstance(value, torch.Tensor):
-            number = self.storages.setdefault(compat.storage_key(value), len(self.storages))
-            storage = number, value.untyped_storage().nbytes()
-            return _Form, (value.device, value.dtype, storage, value.storage_offset(), value.shape, value.stride())
+            return _operator, (str(value), str(value._schema))
+        if isinstance(value, torch._ops.HigherOrderOperator):
+            return _higher_order, (value.name(),)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise NotSavable("a symbolic size has no saved form: capture with static shapes")
+        home = getattr(value, "__module__", None) or type(value).__module__
+        if home.partition(".")[0] not in _HOMES:
+            raise NotSavable(f"a value of type {type(value).__name__} has no saved form")
         return NotImplemented
 
+    def add(self, value: Any) -> None:
+        """Pickle ``value`` after those before it."""
+        try:
+            self.dump(value)
+        except (pickle.PicklingError, TypeError, AttributeError) as failure:
+            raise NotSavable(f"what it holds has no saved form: {failure}") from None
 
-class _Form:
-    """(device, dtype, (number of its storage, its bytes), offset, shape, strides) of a tensor."""
 
-    def __init__(self, *parts: Any):
-        self.parts = parts
+@functools.cache
+def _operator(name: str, schema: str) -> torch._ops.OpOverload:
+    """The operator of a name such as ``aten.mm.default``."""
+    try:
+        found = operator.attrgetter(name)(torch.ops)
+    except AttributeError:
+        raise NotLoadable(f"the operator {name} is not registered here: import the library that has it") from None
+    if str(found._schema) != schema:
+        raise NotLoadable(f"the operator {name} is {found._schema}, saved was {schema}")
+    return found
 
 
-def _operator(name: str) -> Any:
-    return operator.attrgetter(name)(torch.ops)
+def _higher_order(name: str) -> torch._ops.HigherOrderOperator:
+    return getattr(torch.ops.higher_order, name)
+
+
+class Unpacker(pickle.Unpickler):
+    """Reads what `Packer` wrote, outside all modes: tensors as fake ones of ``mode``, nodes from ``nodes``, by name."""
+
+    def __init__(self, data: bytes, mode: compat.FakeTensorMode, own: torch.device | None = None):
+        super().__init__(io.BytesIO(data))
+        self.mode, self.own = mode, own
+        self.nodes: dict[str, fx.Node] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
+        kind, *parts = pid
+        if kind != "tensor":
+            return self.own if kind == "own" else self.nodes[parts[0]]
+        device, dtype, (number, size), *where, conjugate, negative = parts
+        if number not in self._storages:
+            self._storages[number] = compat.fake_storage(size)
+        tensor = compat.fake_tensor(self.mode, device, dtype, self._storages[number], *where)
+        tensor = tensor.conj() if conjugate else tensor
+        return compat.negative_view(tensor) if negative else tensor
+
+
+def write_graph(graph: fx.Graph, packer: Packer, packed: Callable[[fx.Node], Packed]) -> None:
+    """Pickle the nodes of ``graph``, each as ``packed`` gives it."""
+    packer.add(len(graph.nodes))
+    for node in graph.nodes:
+        packer.add(packed(node))
+
+
+def read_graph(unpacker: Unpacker, target: Callable[[Packed], Any]) -> fx.Graph:
+    """The graph that was written; ``target``: what a node calls."""
+    graph = fx.Graph()
+    with compat.without_modes():
+        for _ in range(unpacker.load()):
+            packed = unpacker.load()
+            node = graph.create_node(packed.op, target(packed), packed.args, packed.kwargs, name=packed.name)
+            if node.name != packed.name:
+                compat.rename_exactly(node, packed.name)
+            node.meta.update(packed.meta)
+            unpacker.nodes[packed.name] = node
+    return graph
 
 
 def pack(piece: fx.GraphModule, options: dict[str, Any]) -> bytes:
-    """``piece``, as `stepgraph.inductor.regional` extracts it, with its ``options``. Raises `Unpackable`."""
-    places: dict[fx.Node, _Place] = {}
-    nodes = []
-    for node in piece.graph.nodes:
+    """``piece``, as `stepgraph.inductor.regional` extracts it, with its ``options``. Raises `NotSavable`."""
+
+    def packed(node: fx.Node) -> Packed:
         if node.op == "get_attr":
-            raise Unpackable("it calls another graph")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), places.__getitem__)
-        nodes.append((node.op, node.target, node.name, args, kwargs, node.meta.get("val")))
-        places[node] = _Place(len(places))
+            raise NotSavable("it calls another graph")
+        meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+        return Packed(node.op, node.target, node.name, node.args, node.kwargs, meta)
+
     stream = io.BytesIO()
+    write_graph(piece.graph, Packer(stream), packed)
     try:
-        _Packer(stream).dump((nodes, options))
-    except (pickle.PicklingError, TypeError, AttributeError) as failure:
-        raise Unpackable(str(failure)) from None
-    return stream.getvalue()
+        return pickle.dumps((stream.getvalue(), options))
+    except (pickle.PicklingError, TypeError, AttributeError) as failure:  # options that no other process can have
+        raise NotSavable(str(failure)) from None
 
 
 def unpack(data: bytes) -> tuple[fx.GraphModule, dict[str, Any]]:
     """What was packed, its inputs fake tensors of one mode."""
-    nodes, options = pickle.loads(data)
-    graph, mode, made = fx.Graph(), compat.FakeTensorMode(), []
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def tensor(form: _Form) -> torch.Tensor:
-        device, dtype, (number, size), *where = form.parts
-        if number not in storages:
-            storages[number] = compat.fake_storage(size)
-        return compat.fake_tensor(mode, device, dtype, storages[number], *where)
-
-    with compat.without_modes():
-        for op, target, name, args, kwargs, value in nodes:
-            args, kwargs = compat.pytree.tree_map_only(_Place, made.__getitem__, (args, kwargs))
-            made.append(graph.create_node(op, target, args, kwargs, name=name))
-            if value is not None:
-                made[-1].meta["val"] = compat.pytree.tree_map_only(_Form, tensor, value)
-    return fx.GraphModule({}, graph), options
+    graph, options = pickle.loads(data)
+    return fx.GraphModule(
+        {}, read_graph(Unpacker(graph, compat.FakeTensorMode()), lambda packed: packed.target)
+    ), options

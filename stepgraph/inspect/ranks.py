@@ -20,8 +20,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS
 from stepgraph.inspect.forecast.forecast import simulated
 from stepgraph.parallel import MeshSpec, in_own_process
-from stepgraph.run.saved import key
-from stepgraph.run.saved.graphs import Captured, Writer
+from stepgraph.run.saved.graphs import Captured, digest
 
 log = logging.getLogger("stepgraph.passes")
 
@@ -69,9 +68,7 @@ def graphs_of_ranks(config: TrainConfig, gpu: str) -> list[RankGraph]:
 def _rank(rank: int, config: TrainConfig, gpu: str, file: Path) -> None:
     try:
         with simulated(config, GPUS[gpu], rank) as (program, _groups):
-            writer = Writer(None, Captured.of(program))
-            written = writer.program(program)
-            record = {"digest": key.digest([written, writer.digest]), "text": program.text()}
+            record = {"digest": digest(program, captured=Captured.of(program)), "text": program.text()}
     except ValueError as error:
         record = {"error": str(error)}
     file.write_bytes(gzip.compress(json.dumps(record).encode()))

@@ -6,7 +6,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.inductor import fusion_guard, tuned_reductions
-from stepgraph.inductor.packed import Unpackable, pack, unpack
+from stepgraph.inductor.packed import NotSavable, pack, unpack
 
 aten = torch.ops.aten
 
@@ -62,10 +62,10 @@ def test_rules_for_reductions_go_with_it():
 
 def test_what_has_no_packed_form_is_said():
     piece = a_piece()
-    with pytest.raises(Unpackable):
+    with pytest.raises(NotSavable):
         pack(piece, {"pass": lambda graph: None})
     piece.inner = a_piece()
     with piece.graph.inserting_before():
         piece.graph.get_attr("inner")
-    with pytest.raises(Unpackable, match="it calls another graph"):
+    with pytest.raises(NotSavable, match="it calls another graph"):
         pack(piece, {})

@@ -23,7 +23,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.graph import collectives
-from stepgraph.inductor.packed import Unpackable, pack
+from stepgraph.inductor.packed import NotSavable, pack
 
 Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
@@ -153,7 +153,7 @@ class Helpers:
             for key in keys:
                 try:
                     packed[key] = pack(*work[key])
-                except Unpackable as reason:
+                except NotSavable as reason:
                     shares[0].append(key)
                     self._missed(str(reason))
             if packed:

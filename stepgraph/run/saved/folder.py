@@ -5,7 +5,6 @@ the size and SHA-256 of each file and the parts of the key that the entry was sa
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -46,11 +45,6 @@ class Entry:
 
     parts: dict[str, Any]
     files: dict[str, bytes]
-
-    @functools.cached_property
-    def program(self) -> dict[str, Any]:
-        """Its ``program.json``, megabytes for a deep model, decoded once."""
-        return json.loads(self.files["program.json"])
 
 
 class Folder:

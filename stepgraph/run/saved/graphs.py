@@ -1,10 +1,10 @@
-"""A program's graphs as JSON and bytes, and back."""
+"""A program's graphs as bytes, and back."""
 
-import dataclasses
 import hashlib
-import json
+import io
 import operator
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +15,15 @@ from stepgraph.capture.fake import fake_mode
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER, VISIBLE_PAIRS
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.provenance import Provenance, Role, provenance, set_provenance
-from stepgraph.graph.step_graph import Call, InputSpec, Kind, StepGraph
-from stepgraph.graph.values import plain, typed
-from stepgraph.passes import PassReport
-from stepgraph.run.saved.values import Forms, NotLoadable, NotSavable, Values, decode, encode, target_name, target_named
+from stepgraph.graph.provenance import KEY, provenance
+from stepgraph.graph.step_graph import InputSpec, StepGraph
+from stepgraph.inductor.packed import NotLoadable, NotSavable, Packed, Packer, Unpacker, read_graph, write_graph
 
-#: What passes and readers look for in a node's ``meta`` apart from its value and provenance.
-_MARKS = (KEEP_EAGER, COMPILE, VISIBLE_PAIRS, "recomputes")
+#: What passes and readers look for in a node's ``meta``.
+_KEPT = ("val", KEY, KEEP_EAGER, COMPILE, VISIBLE_PAIRS, "recomputes")
 
 
-@dataclasses.dataclass
+@dataclass
 class Captured:
     """The objects of a captured program that are not data: its ``constants``, by id -> (graph, name, literal), and its
     ``launches`` of Triton kernels, by id -> (graph, node).
@@ -59,86 +57,89 @@ def _attribute(module: fx.GraphModule, name: str) -> Any:
 
 
 class Writer:
-    """Writes the graphs of one program. ``captured``: None for the capture itself, whose objects are described."""
+    """Writes the graphs of one program. ``captured``: None for the capture itself, whose objects are described.
+    ``canonical``: see `Packer`."""
 
-    def __init__(self, own: torch.device | None, captured: Captured | None):
-        self.own, self.captured = own, captured
+    def __init__(self, own: torch.device | None, captured: Captured | None, canonical: bool = False):
+        self.own, self.captured, self.canonical = own, captured, canonical
         self.constants: list[bytes] = []
-        self.operators: dict[str, str] = {}
 
     def program(self, program: StepProgram) -> dict[str, Any]:
         graphs = {name: self.step(step) for name, step in program.graphs.items()}
-        return {"graphs": graphs, "schedule": [list(call) for call in program.schedule], "operators": self.operators}
+        return {"graphs": graphs, "schedule": list(program.schedule)}
 
     def step(self, step: StepGraph) -> dict[str, Any]:
         return {
-            "inputs": [plain(spec.what) for spec in step.inputs],
-            "outputs": list(map(plain, step.outputs)),
+            "inputs": [spec.what for spec in step.inputs],
+            "outputs": list(step.outputs),
             "blocks": step.blocks,
             "axes": step.axes,
             "graph": self.graph(step.module),
         }
 
-    def graph(self, module: fx.GraphModule) -> dict[str, Any]:
-        forms, places, nodes = Forms(self.own), {}, []
-        for node in module.graph.nodes:
+    def graph(self, module: fx.GraphModule) -> bytes:
+        def packed(node: fx.Node) -> Packed:
             try:
-                nodes.append(self._node(node, module, forms, places))
+                meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
+                return Packed(node.op, self._target(node, module), node.name, node.args, node.kwargs, meta)
             except NotSavable as reason:
-                found = provenance(node)
-                where = f" ({found.path or 'the model'}, {found.source})" if found else ""
-                raise NotSavable(f"node {node.name}{where}: {reason}") from None
-        return {"nodes": nodes, "provenance": list(map(json.dumps, places)), "storages": forms.storages}
+                raise _named(node, reason) from None
 
-    def _node(self, node: fx.Node, module: fx.GraphModule, forms: Forms, places: dict) -> list[Any]:
-        meta: dict[str, Any] = {mark: node.meta[mark] for mark in _MARKS if mark in node.meta}
-        if "val" in node.meta:
-            meta["val"] = forms.encode(node.meta["val"])
-        if found := provenance(node):
-            meta["from"] = places.setdefault(found, len(places))
-        arguments = [encode(tuple(node.args), self.own)["tuple"], encode(dict(node.kwargs), self.own)["dict"]]
-        return [node.op, self._target(node, module), node.name, *arguments, meta]
+        stream = io.BytesIO()
+        write_graph(module.graph, Packer(stream, self.own, self.canonical), packed)
+        return stream.getvalue()
 
     def _target(self, node: fx.Node, module: fx.GraphModule) -> Any:
         if node.op == "get_attr":
-            return [node.target, self._constant(_attribute(module, node.target))]
+            return node.target, self._constant(_attribute(module, node.target))
         if node.op != "call_function":
             return node.target
         if is_launch(node):
             return self._launch(node)
-        name = target_name(node.target)
-        if isinstance(node.target, torch._ops.OpOverload):
-            if compat.is_triton_operator(node.target):
-                raise NotSavable(
-                    f"Inductor may compile the kernels of {name}, a triton_op, into its code, and the graph does not "
-                    "show them: make it an operator by torch.library.custom_op"
-                )
-            self.operators[name] = str(node.target._schema)
-        return name
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload) and compat.is_triton_operator(target):
+            raise NotSavable(
+                f"Inductor may compile the kernels of {target}, a triton_op, into its code, and the graph does not "
+                "show them: make it an operator by torch.library.custom_op"
+            )
+        known = isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
+        if not known and getattr(operator, getattr(target, "__name__", ""), None) is not target:
+            raise NotSavable(f"a call of {target} has no saved form: make it an operator by torch.library.custom_op")
+        return target
 
-    def _launch(self, node: fx.Node) -> dict[str, Any]:
+    def _launch(self, node: fx.Node) -> tuple[str, Any]:
         if self.captured is None:
-            return {"launch": _described_launch(node.target)}
+            return "launch", _described_launch(node.target)
         if id(node.target) not in self.captured.launches:
             raise NotSavable("a pass made this launch of a Triton kernel, which has no saved form")
-        return {"launch": self.captured.launches[id(node.target)]}
+        return "launch", self.captured.launches[id(node.target)]
 
-    def _constant(self, value: Any) -> dict[str, Any]:
+    def _constant(self, value: Any) -> tuple[str, Any]:
+        """What represents a constant: a graph, its place in the capture, or (its place among the bytes, its form)."""
         if isinstance(value, fx.GraphModule):
-            return {"graph": self.graph(value)}
+            return "graph", self.graph(value)
         if not isinstance(value, torch.Tensor) or compat.is_traceable_wrapper_subclass(value):
             raise NotSavable(f"a constant of type {type(value).__name__} has no saved form")
         graph, name, literal = (self.captured and self.captured.constants.get(id(value))) or (None, None, True)
         if not literal:
-            return {"live": [graph, name]}
-        form = Forms(self.own)
+            return "live", (graph, name)
         self.constants.append(_bytes_of(value))
-        return {"bytes": len(self.constants) - 1, "form": form.encode(value), "storages": form.storages}
+        return "bytes", (len(self.constants) - 1, value)
 
-    @property
-    def digest(self) -> list[str]:
-        """Hashes of the constants."""
-        return [hashlib.sha256(data).hexdigest() for data in self.constants]
+
+def _named(node: fx.Node, reason: NotSavable) -> NotSavable:
+    found = provenance(node)
+    where = f" ({found.path or 'the model'}, {found.source})" if found else ""
+    return NotSavable(f"node {node.name}{where}: {reason}")
+
+
+def digest(program: StepProgram, own: torch.device | None = None, captured: Captured | None = None) -> str:
+    """A hash of the graphs of ``program`` and of their constants' values."""
+    writer, stream = Writer(own, captured, canonical=True), io.BytesIO()
+    Packer(stream, canonical=True).add(writer.program(program))
+    for data in writer.constants:
+        stream.write(hashlib.sha256(data).digest())
+    return hashlib.sha256(stream.getvalue()).hexdigest()
 
 
 def _described_launch(launch: Any) -> list[Any]:
@@ -161,69 +162,44 @@ class Reader:
 
     def program(self, saved: Mapping[str, Any], compiled: Container[str]) -> StepProgram:
         """``compiled``: names of the graphs that compiled pieces run for."""
-        for name, schema in saved["operators"].items():
-            now = str(target_named(name)._schema)
-            if now != schema:
-                raise NotLoadable(f"the operator {name} is {now}, saved was {schema}")
         graphs = {name: self.step(step, name in compiled) for name, step in saved["graphs"].items()}
-        return StepProgram(graphs, [Call(Kind(kind), *rest) for kind, *rest in saved["schedule"]])
+        return StepProgram(graphs, saved["schedule"])
 
     def step(self, saved: Mapping[str, Any], compiled: bool) -> StepGraph:
-        inputs = [InputSpec(what, self.tensors.get(what)) for what in map(typed, saved["inputs"])]
-        outputs = list(map(typed, saved["outputs"]))
+        inputs = [InputSpec(what, self.tensors.get(what)) for what in saved["inputs"]]
         module = self.graph(saved["graph"], compat.lazy_graph_module if compiled else fx.GraphModule)
         for node, spec in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             _check_form(node, spec)
-        return StepGraph(module, inputs, outputs, saved["blocks"], self.captured.main.mesh, saved["axes"])
+        return StepGraph(module, inputs, saved["outputs"], saved["blocks"], self.captured.main.mesh, saved["axes"])
 
-    def graph(self, saved: Mapping[str, Any], made: Callable[..., fx.GraphModule] = fx.GraphModule) -> fx.GraphModule:
-        graph, attributes, nodes = fx.Graph(), {}, {}
-        values = Values(saved["storages"], self.own, self.mode)
-        places = [_place(json.loads(text)) for text in saved["provenance"]]
-        with compat.without_modes():
-            for op, target, name, args, kwargs, meta in saved["nodes"]:
-                if op == "get_attr":
-                    target, constant = target
-                    attributes[target] = self._constant(constant)
-                elif op == "call_function":
-                    target = self._function(target)
-                arguments = (decode({kind: v}, self.own, nodes.__getitem__) for kind, v in
-                             (("tuple", args), ("dict", kwargs)))  # fmt: skip
-                node = nodes[name] = graph.create_node(op, target, *arguments, name=name)
-                if node.name != name:
-                    compat.rename_exactly(node, name)
-                node.meta.update((mark, meta[mark]) for mark in _MARKS if mark in meta)
-                if "val" in meta:
-                    node.meta["val"] = values.decode(meta["val"])
-                if "from" in meta:
-                    set_provenance(node, places[meta["from"]])
+    def graph(self, saved: bytes, made: Callable[..., fx.GraphModule] = fx.GraphModule) -> fx.GraphModule:
+        attributes: dict[str, Any] = {}
+
+        def target(packed: Packed) -> Any:
+            if packed.op == "get_attr":
+                name, constant = packed.target
+                attributes[name] = self._constant(*constant)
+                return name
+            if isinstance(packed.target, tuple):
+                graph, name = packed.target[1]
+                return next(node.target for node in self.captured.graphs[graph].graph.nodes if node.name == name)
+            return packed.target
+
+        graph = read_graph(Unpacker(saved, self.mode, self.own), target)
         return made(attributes, graph)
 
-    def _function(self, target: Any) -> Any:
-        if isinstance(target, str):
-            return target_named(target)
-        graph, name = target["launch"]
-        return next(node.target for node in self.captured.graphs[graph].graph.nodes if node.name == name)
-
-    def _constant(self, saved: Mapping[str, Any]) -> Any:
-        if "graph" in saved:
-            return self.graph(saved["graph"])
-        if "live" in saved:
-            graph, name = saved["live"]
+    def _constant(self, kind: str, saved: Any) -> Any:
+        if kind == "graph":
+            return self.graph(saved)
+        if kind == "live":
+            graph, name = saved
             return _attribute(self.captured.graphs[graph].module, name)
-        form = Values(saved["storages"], self.own, self.mode).decode(saved["form"])
+        place, form = saved
         with compat.without_modes(), torch.no_grad():
-            data = torch.frombuffer(bytearray(self.constants[saved["bytes"]]) or bytearray(1), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(self.constants[place]) or bytearray(1), dtype=torch.uint8)
             flat = data[: form.numel() * form.element_size()].view(form.dtype).reshape(form.shape)
             made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=form.device)
             return made.copy_(flat)
-
-
-def _place(saved: list[Any]) -> Provenance:
-    found = Provenance(*saved)
-    return (
-        found if found.role is None else found._replace(role=Role(found.role[0], tuple(found.role[1]), found.role[2]))
-    )
 
 
 def _check_form(node: fx.Node, spec: InputSpec) -> None:
@@ -236,21 +212,3 @@ def _check_form(node: fx.Node, spec: InputSpec) -> None:
         raise NotLoadable(
             f"{spec.what.kind} {spec.what.name} is {forms[1]}, saved was {forms[0]} (dtype, shape, strides, device)"
         )
-
-
-def encode_reports(step: StepGraph) -> dict[str, Any]:
-    """The reports of its passes, and which of them asked for CUDA graphs."""
-    recording = next((i for i, report in enumerate(step.log) if report is step.recording), None)
-    return {"log": [dataclasses.asdict(report) for report in step.log], "recording": recording}
-
-
-def decode_reports(saved: Mapping[str, Any], step: StepGraph) -> None:
-    """Give ``step`` its reports again. Nothing was applied nor compiled: the seconds are none."""
-    step.log += map(decode_report, saved["log"])
-    if saved["recording"] is not None:
-        step.recording = step.log[saved["recording"]]
-
-
-def decode_report(saved: Mapping[str, Any]) -> PassReport:
-    """A report of a pass that was not applied again."""
-    return PassReport(**saved | {"apply_s": 0.0, "compile_s": 0.0})

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from stepgraph import compat
 from stepgraph.graph.collectives import spans_machines
 from stepgraph.graph.program import StepProgram
+from stepgraph.inductor.packed import NotSavable
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
-from stepgraph.run.saved.values import NotSavable
 
 #: The version of what this folder writes: entries of another are never read.
-FORMAT = 2
+FORMAT = 3
 #: Packages, in addition to torch, that passes call, or that Inductor and Triton are made with.
 _PACKAGES = ("triton", "sympy", "mpmath", "numpy", "flash-attn-4", "quack-kernels")
 #: Environment variables that Inductor, Triton, their host compilers and torch's libraries read.

@@ -1,10 +1,9 @@
 """Finds, loads and saves the steps of a folder."""
 
-import dataclasses
-import json
+import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,14 @@ from stepgraph.capture.roles import groups_by_axis
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.inductor.packed import NotLoadable, NotSavable
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
-from stepgraph.run.saved.graphs import Captured, Reader, Writer, decode_report, decode_reports, encode_reports
-from stepgraph.run.saved.values import NotLoadable, NotSavable
+from stepgraph.run.saved.graphs import Captured, Reader, Writer, digest
 
 #: A miss in a named folder is compared with at most this many saved steps.
 _COMPARED = 16
@@ -114,11 +113,9 @@ class _Saving:
         """The key. Raises `NotSavable`."""
         passes, device = self.rewriting.passes, self.rewriting.device
         facts, compiles = key.pass_facts(passes), any(p.name == "inductor" for p in passes)
-        writer = Writer(self.own, None)
-        written = writer.program(self.captured)
-        nodes = sum(len(graph["graph"]["nodes"]) for graph in written["graphs"].values())
+        nodes = sum(len(step.graph.nodes) for step in self.captured.graphs.values())
         return {
-            "graph": {"nodes": nodes, "text": key.digest([written, writer.digest])},
+            "graph": {"nodes": nodes, "text": digest(self.captured, self.own)},
             "passes": facts,
             "versions": key.versions(),
             "device": key.device_facts(device, compiles),
@@ -157,8 +154,9 @@ class _Saving:
         began = time.perf_counter()
         if self.name is not None and (entry := self._read()) is not None:
             try:
-                self._name_groups(entry)
-                program = self._program(entry)
+                saved = pickle.loads(entry.files["program"])
+                self._name_groups(saved)
+                program = self._program(saved, entry.files)
             except (NotLoadable, OSError) as reason:  # no room where torch unpacks what it compiled
                 self.outcome.notes.append(f"a saved step cannot be loaded here: {reason}")
             else:
@@ -210,22 +208,21 @@ class _Saving:
         found = [differing for differing in found if differing]  # else the step itself, which could not be loaded
         return [f"no saved step fits; the nearest differs in {', '.join(min(found, key=len))}"] if found else []
 
-    def _name_groups(self, entry: Entry) -> None:
+    def _name_groups(self, saved: dict[str, Any]) -> None:
         """Give process groups that passes use, and the capture does not, the names that saved nodes call them by.
         Raises `NotLoadable`."""
         groups = groups_by_axis(slot.tensor for slot in self.traced.slots)
         if self.rewriting.pipeline is not None:
             groups |= self.rewriting.pipeline.named_groups()
         named = _axes(self.captured)
-        saved = (name for step in entry.program["program"]["graphs"].values() for name in step["axes"])
-        for name in dict.fromkeys(saved):
+        axes = (name for step in saved["program"]["graphs"].values() for name in step["axes"])
+        for name in dict.fromkeys(axes):
             if name not in named and (name not in groups or compat.name_group(groups[name], name) != name):
                 raise NotLoadable(f"the process group {name} has another name here")
 
-    def _program(self, entry: Entry) -> StepProgram:
+    def _program(self, saved: dict[str, Any], files: dict[str, bytes]) -> StepProgram:
         """The program of an entry. Raises `NotLoadable`."""
-        saved = entry.program
-        reader = Reader(self.own, _cut(entry.files["constants"], saved["constants"]), self.captured)
+        reader = Reader(self.own, saved["constants"], self.captured)
         program = reader.program(saved["program"], saved["pieces"])
         # Triton's cache is another's on another machine or GPU, and may have been emptied.
         ahead = Ahead(step.graph for step in program.graphs.values())
@@ -233,27 +230,28 @@ class _Saving:
         for name, step in program.graphs.items():
             if name in saved["pieces"]:
                 calls = [PieceCall(piece, tuple(nodes)) for piece, nodes in saved["pieces"][name]]
-                pieces = {piece: entry.files[f"{name}.{piece}"] for piece in dict.fromkeys(c.name for c in calls)}
+                pieces = {piece: files[f"{name}.{piece}"] for piece in dict.fromkeys(c.name for c in calls)}
                 functions = {piece: compat.inductor_load(data) if data else None for piece, data in pieces.items()}
                 step.executable = with_functions(step.module, calls, functions)
-            decode_reports(saved["reports"][name], step)
-        program.log = list(map(decode_report, saved["log"]))
+            step.log, step.recording = saved["reports"][name]
+        program.log = saved["log"]
+        for report in program.reports:  # nothing was applied nor compiled
+            report.apply_s = report.compile_s = 0.0
         self.outcome.notes += ahead.finish()
         return program
 
     def _files(self) -> dict[str, bytes]:
         """The files of the rewritten program. Raises `NotSavable`."""
         program, writer = self.traced.program, Writer(self.own, self.objects)
-        written = {"program": writer.program(program), "constants": [len(data) for data in writer.constants]}
-        written["reports"] = {name: encode_reports(step) for name, step in program.graphs.items()}
-        written["log"] = [dataclasses.asdict(report) for report in program.log]
-        written["pieces"], files = {}, {"constants": b"".join(writer.constants)}
+        written: dict[str, Any] = {"program": writer.program(program), "constants": writer.constants, "pieces": {}}
+        written["reports"] = {name: (step.log, step.recording) for name, step in program.graphs.items()}
+        written["log"], files = program.log, {}
         for name, step in program.graphs.items():
             if step.executable is not step.module:
                 calls, pieces = _pieces(step)
                 written["pieces"][name] = [[call.name, call.nodes] for call in calls]
                 files |= {f"{name}.{piece}": data for piece, data in pieces.items()}
-        return files | {"program.json": json.dumps(written, separators=(",", ":")).encode()}
+        return files | {"program": pickle.dumps(written)}
 
 
 def _pieces(step: StepGraph) -> tuple[list[PieceCall], Mapping[str, bytes]]:
@@ -272,15 +270,6 @@ def _pieces(step: StepGraph) -> tuple[list[PieceCall], Mapping[str, bytes]]:
         except ValueError as reason:
             raise NotSavable(str(reason)) from None
     return calls, pieces
-
-
-def _cut(data: bytes, sizes: Iterable[int]) -> list[bytes]:
-    """``data`` cut into consecutive parts of ``sizes`` bytes."""
-    found, at = [], 0
-    for size in sizes:
-        found.append(data[at : at + size])
-        at += size
-    return found
 
 
 def _axes(program: StepProgram) -> set[str]:

@@ -158,7 +158,7 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch, tmp_path):
 def test_a_damaged_step_is_told_made_again_and_replaced(tmp_path):
     start(tmp_path)
     for entry in tmp_path.glob("step-*"):
-        file = entry / "program.json"
+        file = entry / "program"
         file.write_bytes(file.read_bytes().replace(b"aten.mul", b"aten.add", 1))
     step, model = start(tmp_path)
     assert step.saved.loaded is False and "not used: " in step.saved.notes[0]

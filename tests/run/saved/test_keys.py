@@ -10,12 +10,12 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import trace_step
+from stepgraph.inductor.packed import NotSavable
 from stepgraph.passes import PASSES, Target, resolve
 from stepgraph.passes.contract import register
 from stepgraph.run.saved import key
 from stepgraph.run.saved.folder import Folder
 from stepgraph.run.saved.store import Rewriting, _Saving
-from stepgraph.run.saved.values import NotSavable
 
 
 class Block(nn.Module):
