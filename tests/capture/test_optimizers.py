@@ -282,22 +282,23 @@ def test_orthogonalization_stays_visible():
     assert all(n.meta["val"].dtype == torch.bfloat16 for n in products)
 
 
-def test_a_new_shape_before_the_first_step_keeps_dampening_right(check_training):
-    """The second capture finds the buffers that the first one made, which no step has filled."""
-    batch = {key: value[:2] for key, value in pairs()[0].items()}
-    results = []
-    start = Mixed()
+@each_kind
+def test_an_eager_step_between_the_capture_and_its_first_call(make):
+    """It finds the state that the capture made, and so does a capture for a new shape."""
+    results, start, batches = [], Mixed(), pairs(n=4)
     for captured in (False, True):
         model = copy.deepcopy(start)
-        optimizer = KINDS["sgd_dampened"](model)
-        step = stepgraph.capture(model, mse, pairs()[0], optimizer, passes="exact") if captured else None
-        for _ in range(3):
-            if captured:
+        optimizers = made if isinstance(made := make(model), list) else [made]
+        step = stepgraph.capture(model, mse, batches[0], optimizers, passes="exact") if captured else None
+        for i, batch in enumerate(batches):
+            batch = {key: value[: 4 - i % 2] for key, value in batch.items()}
+            if captured and i:
                 step(batch)
                 continue
             mse(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         results.append(list(model.parameters()))
     assert all(map(torch.equal, *results))
 

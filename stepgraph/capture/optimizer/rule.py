@@ -247,23 +247,22 @@ class SGDRule(Rule):
     formula, bitwise equal to eager on a CPU.
 
     Eager sets the momentum buffer to the first gradient, and a graph has no first step. A buffer of -0.0 gives the same
-    bits: ``momentum * -0.0 + g`` is ``g``, its sign included. With dampening the graph asks whether the buffer is
-    -0.0 throughout, which only an unfilled one is (or one that has seen nothing but gradients of -0.0).
+    bits: ``momentum * -0.0 + g`` is ``g``, its sign included. Not with dampening, where the optimizer's own ``step``
+    is traced.
     Source: Sutskever et al., On the importance of initialization and momentum (2013).
     """
 
-    constants = ("momentum", "dampening", "weight_decay", "nesterov", "maximize", "fused", "foreach")
-    flags = ("differentiable",)
+    constants = ("momentum", "weight_decay", "nesterov", "maximize", "fused", "foreach")
+    flags = ("differentiable", "dampening")
 
     def init_state(self, optimizer: torch.optim.Optimizer, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         if group["momentum"] == 0:
             return {}
         state = optimizer.state[param]
         if state.get("momentum_buffer") is None:
-            if group["dampening"] != 0 and group["fused"]:
-                raise ValueError("SGD(fused=True, dampening=...) cannot be captured; use fused=False")
             state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            _parts(state["momentum_buffer"]).neg_()
+            buffer = state["momentum_buffer"]
+            (torch.view_as_real(buffer) if buffer.is_complex() else buffer).neg_()
         return {"momentum_buffer": state["momentum_buffer"]}
 
     def trace(
@@ -279,12 +278,13 @@ class SGDRule(Rule):
 
 
 def _trace_fused_sgd(group: dict[str, Any], members: Sequence[Member], lr: Tensor, skip: Skip) -> None:
-    options = {key: group[key] for key in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+    options = {key: group[key] for key in ("weight_decay", "momentum", "nesterov", "maximize")}
     aten._fused_sgd_.tensor_lr(
         [m.param for m in members],
         [m.grad for m in members],
         [m.state["momentum_buffer"] for m in members] if group["momentum"] != 0 else [],
         lr=lr,
+        dampening=0.0,
         **options,
         **skip.found_inf(members[0].param.device),
         is_first_step=False,
@@ -301,23 +301,11 @@ def _trace_sgd(group: dict[str, Any], member: Member, lr: Tensor, skip: Skip) ->
         grad = torch.add(grad, param, alpha=group["weight_decay"])
     if momentum != 0:
         buffer = scaled(state["momentum_buffer"], momentum, group["foreach"])
-        buffer = torch.add(buffer, grad, alpha=1 - group["dampening"])
-        if group["dampening"] != 0:
-            buffer = torch.where(_unfilled(state["momentum_buffer"]), grad, buffer)
+        buffer = torch.add(buffer, grad)
         buffer = buffer.to(state["momentum_buffer"].dtype)  # which a cast of the model leaves
         skip.write(state["momentum_buffer"], buffer)
         grad = torch.add(grad, buffer, alpha=momentum) if group["nesterov"] else buffer
     skip.write(param, add_scaled(param, grad, -lr))
-
-
-def _unfilled(buffer: Tensor) -> Tensor:
-    """Whether no step has filled the buffer yet, a bool scalar."""
-    return ((_parts(buffer) == 0) & torch.signbit(_parts(buffer))).all()
-
-
-def _parts(buffer: Tensor) -> Tensor:
-    """The real numbers of ``buffer``."""
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 class AdafactorRule(Rule):
