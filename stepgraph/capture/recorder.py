@@ -285,7 +285,7 @@ class Recorder:
                 compat.replaced(nn.Module, __call__=call),
                 compat.attention_as_in_eager(),
                 listening() as self._regions,
-                compat.watch_autocast() as casts,
+                compat.watch_autocast(self._refuse_unclosed) as casts,
                 autocast.Kept(casts),
                 EagerFormulas(lambda mask: self.is_known(mask)),
                 compat.intercept_checkpoint(self._in_checkpoint),
@@ -294,6 +294,13 @@ class Recorder:
                 yield
         finally:
             self._regions = []
+
+    def _refuse_unclosed(self, name: str) -> None:
+        """Casts of weights that no ``torch.autocast`` ends stay in eager's cache."""
+        raise CaptureError(
+            f"{self._where()} switches autocast on by {name}, where eager keeps casts of the weights, also for later "
+            "steps; use with torch.autocast(...)"
+        )
 
     @contextlib.contextmanager
     def _in_checkpoint(self, same_random: bool, reentrant: bool) -> Iterator[compat.Again | None]:

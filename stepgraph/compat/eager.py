@@ -1,6 +1,7 @@
 """Eager calls with less overhead, for kernels of a few microseconds, and operators without a public name."""
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,13 +83,18 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, of
 
 
 @contextlib.contextmanager
-def watch_autocast() -> Iterator[dict[str, torch.dtype]]:
+def watch_autocast(refuse: Callable[[str], None]) -> Iterator[dict[str, torch.dtype]]:
     """The autocasts that are on, by type of device, which operators that are being dispatched cannot see. Inside, it
-    follows ``torch.autocast``; none is on before."""
+    follows ``torch.autocast``; none is on before.
+
+    ``refuse`` is called with the name of a function that switches autocast on where no ``torch.autocast`` is open:
+    casts of weights would stay in its cache, also for later steps."""
     casts: dict[str, torch.dtype] = {}
     enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
 
     def set_enabled(*given: Any) -> None:
+        if given[-1] and not casts and sys._getframe(1).f_globals["__name__"] != torch.autocast.__module__:
+            refuse("torch.set_autocast_enabled")
         enable(*given)
         kind, on = given if len(given) == 2 else ("cuda", *given)
         casts.pop(kind, None)
@@ -150,9 +156,9 @@ def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
     value. Other threads may, as those do that load batches."""
     tracing = threading.get_ident()
 
-    def checked(name: str, setter: Callable) -> Callable:
+    def checked(name: str, setter: Callable, read: Callable | None = None) -> Callable:
         def set_to(*given: Any, **options: Any) -> Any:
-            getter = getattr(torch._C, f"_get_{name}", None) or getattr(torch, f"get_{name}", None)
+            getter = read or getattr(torch._C, f"_get_{name}", None) or getattr(torch, f"get_{name}", None)
             if name.startswith("fp32"):
                 current = (*given[:-1], torch._C._get_fp32_precision_getter(*given[:-1]))
             else:
@@ -173,6 +179,7 @@ def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
     in_torch = {
         "set_num_threads": checked("num_threads", torch.set_num_threads),
         "use_deterministic_algorithms": checked("deterministic_algorithms", torch.use_deterministic_algorithms),
+        "set_flush_denormal": checked("flush_denormal", torch.set_flush_denormal, lambda: sys.float_info.min / 2 == 0),
     }
     with (
         replaced_functions(torch, **in_torch),

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -66,6 +67,13 @@ def benchmarked(model, x):
     return model.linear(x)
 
 
+def in_autocast(model, x):
+    torch.set_autocast_enabled("cpu", True)
+    y = model.linear(x)
+    torch.set_autocast_enabled("cpu", False)
+    return y.float()
+
+
 def strict(model, x):
     torch.use_deterministic_algorithms(True)
     return model.linear(x)
@@ -93,6 +101,10 @@ FACTS = {
     "changes torch's setting of fp32 precision": in_low_precision,
     "changes torch's setting of mkldnn enabled": without_mkldnn,
     "changes torch's setting of torch.backends.cudnn.benchmark": benchmarked,
+    "changes torch's setting of flush denormal": lambda model, x: (
+        model.linear(x) * torch.set_flush_denormal(sys.float_info.min / 2 > 0)
+    ),
+    "switches autocast on by torch.set_autocast_enabled": in_autocast,
     "changes torch's setting of num threads": lambda model, x: model.linear(x) * (torch.set_num_threads(7) or 1),
 }
 
@@ -112,6 +124,7 @@ def test_facts_of_what_the_step_makes(check_training):
         wanted = x.detach().requires_grad_()
         torch.use_deterministic_algorithms(False)  # as it is
         torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled
+        torch.set_flush_denormal(sys.float_info.min / 2 == 0)
         return z * (1 + y._version) * (1 + y[1:]._is_view()) * (wanted.grad is None) + y.data.mul_(2)[1:]
 
     batches = [{"x": torch.randn(3, 4)} for _ in range(3)]
