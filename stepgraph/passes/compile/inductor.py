@@ -109,6 +109,9 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
 
         guard = fusion_guard()
         config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
+    for node in step.graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default):
+        # Tangents of torch.func.jvp: compiled code writes products of them by `out=`, which these refuse.
+        replace(node, Builder(node, before=node)(aten.zeros.default, *node.args, **node.kwargs))
     _drop_empty_operands(step.graph)
     _leave_written(step.graph)
     positions = beyond(step.graph)

@@ -312,3 +312,13 @@ def test_batches_whose_tensors_share_memory_or_do_not():
     step = stepgraph.capture(model, loss_fn, shared(True, 0), passes=["inductor"])
     for i, alias in enumerate((True, False, True, True)):
         torch.testing.assert_close(step(shared(alias, i)), loss_fn(model, shared(alias, i)).detach())
+
+
+def test_tangents_that_torch_does_not_store():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)
+
+    def loss_fn(model, x):
+        return torch.func.jvp(model, (x,), (x.cos(),))[1].square().mean()
+
+    step = stepgraph.capture(model, loss_fn, x, passes=["inductor"])
+    torch.testing.assert_close(step(x), loss_fn(model, x).detach())
