@@ -1,7 +1,7 @@
 """A batch as its leaves: what a graph is specialized on, microbatches, and batches of another length."""
 
 import copy
-from collections import UserDict, defaultdict
+from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from numbers import Number
@@ -135,15 +135,18 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def shared_memory(leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """For each pair of leaves whose memory overlaps: their places, and the bytes from one start to the other."""
-    spans: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
-    found = []
+    """For each pair of leaves whose memory overlaps, as views or through NumPy or DLPack: their places, and the bytes
+    from one start to the other."""
+    spans = []
     for i, leaf in enumerate(leaves):
-        if not has_values(leaf) or not leaf.numel():
-            continue
-        storage, start, end = memory_span(leaf)
-        found += [(j, i, start - begin) for j, begin, stop in spans[storage] if start < stop and begin < end]
-        spans[storage].append((i, start, end))
+        if has_values(leaf) and leaf.numel():
+            _, start, end = memory_span(leaf)
+            spans.append((leaf.get_device(), leaf.data_ptr(), leaf.data_ptr() + end - start, i))
+    found, open_ = [], []
+    for device, start, end, i in sorted(spans):
+        open_ = [one for one in open_ if one[0] == device and start < one[2]]
+        found += [(j, i, start - begin) for _, begin, _, j in open_]
+        open_.append((device, start, end, i))
     return found
 
 

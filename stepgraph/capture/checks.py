@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,15 +13,17 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.batch import has_values
+from stepgraph.capture.batch import has_values, shared_memory
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
 from stepgraph.capture.python.values import counts, is_under_torch
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import BatchLeaf
 
 
 def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
@@ -70,19 +73,30 @@ def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
     """Every parameter of the optimizer is the model's, and has memory for each of its elements."""
     known = {id(slot.tensor) for slot in slots}
     for _, param in update.owned() if update else ():
-        end = 1  # of the elements along the dimensions with smaller strides
-        for stride, size in sorted(zip(param.stride(), param.shape, strict=True)) if param.numel() else ():
-            if size > 1 and stride < end:
-                raise CaptureError(
-                    f"elements of a parameter of shape {list(param.shape)} and strides {list(param.stride())} share "
-                    "memory, and an update in place depends on their order; register a contiguous() copy of it"
-                )
-            end += stride * (size - 1)
+        if _overlaps(param):
+            raise CaptureError(
+                f"elements of a parameter of shape {list(param.shape)} and strides {list(param.stride())} share "
+                "memory, and an update in place depends on their order; register a contiguous() copy of it"
+            )
         if id(param) not in known:
             raise CaptureError(
                 f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
                 "build the optimizer from model.parameters()"
             )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether some of its elements share memory."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    ends = [*itertools.accumulate((stride * (size - 1) for stride, size in dims), initial=1)]
+    if tensor.numel() == 0 or all(stride >= end for (stride, _), end in zip(dims, ends, strict=False)):
+        return False  # each dimension steps over what those of smaller strides reach
+    if dims[0][0] == 0:
+        return True
+    with compat.without_modes():
+        places = torch.zeros(ends[-1], dtype=torch.bool)
+        places.as_strided(tensor.shape, tensor.stride()).fill_(True)
+        return int(places.sum()) < tensor.numel()
 
 
 def check_arguments(model: Any, loss_fn: Any, batch: Any, optimizer: Any) -> None:
@@ -441,6 +455,22 @@ def _refuse(message: str, exact: bool) -> None:
     if exact:
         raise CaptureError(message)
     warnings.warn(message, stacklevel=3)
+
+
+def refuse_hidden_writes(step: StepGraph, leaves: Sequence[Any]) -> None:
+    """Raise if the graph writes into a leaf of the batch whose memory another one reaches by another storage, as
+    through NumPy: the trace, and so passes, see two tensors."""
+    apart = [(i, j) for i, j, _ in shared_memory(leaves) if len({*map(compat.storage_key, (leaves[i], leaves[j]))}) > 1]
+    if not apart:
+        return
+    writes = Aliases(step.graph).writes
+    written = {what.leaf for node, what in step.bound() if isinstance(what, BatchLeaf) and writes.get(node)}
+    for pair in apart:
+        if written.intersection(pair):
+            raise CaptureError(
+                f"the step writes into a tensor of the batch, of shape {list(leaves[pair[0]].shape)}, whose memory "
+                "another one shares through NumPy or DLPack; clone() one of them"
+            )
 
 
 def refuse_fake_constants(step: StepGraph) -> None:

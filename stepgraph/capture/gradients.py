@@ -60,7 +60,10 @@ class Share:
 
 
 def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``grad`` with the memory layout of ``param``; copied only where it has another."""
+    """``grad`` with the memory layout of ``param``, or contiguous where that leaves gaps; copied only where it has
+    another."""
+    if sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) >= param.numel():
+        return grad.contiguous()
     if grad.stride() == param.stride():
         return grad
     order = sorted(range(param.ndim), key=param.stride, reverse=True)

@@ -629,6 +629,7 @@ class StepTrace:
         step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
         checks.refuse_fake_constants(step)
         checks.refuse_layouts(step)
+        checks.refuse_hidden_writes(step, flatten_batch(self.batch)[0])
         reshape_by_views(step)
         _keep_workspaces(step)
         _compute_values_alone(step)

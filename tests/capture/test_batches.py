@@ -52,6 +52,10 @@ def written(model, batch):
     return (model(batch["x"]) * batch["y"]).sin().mean()
 
 
+def by_product(model, batch):
+    return (model(batch["x"]) * batch["y"]).sin().mean()
+
+
 X = torch.linspace(-2, 2, 24).view(4, 6)
 
 
@@ -112,3 +116,15 @@ def test_a_parameter_in_the_batch_is_refused():
     step = stepgraph.capture(model, loss_fn, {"x": x, "w": torch.randn(4, 4, requires_grad=True)}, passes="exact")
     with pytest.raises(CaptureError, match=said):
         step({"x": x, "w": model.weight})
+
+
+@pytest.mark.parametrize("share", [lambda x: torch.from_numpy(x.numpy()), torch.from_dlpack])
+def test_memory_that_is_shared_by_another_storage(share):
+    """It may be read; a write would be seen in one tensor alone."""
+    x = X.clone()
+    together = {"x": x[:, 1:], "y": share(x)[:, :5]}
+    step = stepgraph.capture(nn.Linear(5, 5), by_product, together, passes="exact")
+    assert step.verify(together).bitwise
+    step = stepgraph.capture(nn.Linear(6, 6), written, {"x": X.clone(), "y": X.clone()}, passes="exact")
+    with pytest.raises(CaptureError, match=r"writes into .* \[4, 6\], whose memory another one shares through NumPy"):
+        step({"x": x, "y": share(x)})

@@ -295,6 +295,28 @@ def test_a_parameter_whose_elements_share_memory():
         stepgraph.capture(model, lambda m, x: m(x).square().mean(), torch.randn(3, 4), optimizer)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("strides", [(2, 3), (1, 5)])
+def test_a_parameter_with_gaps_between_its_elements(strides, fused):
+    """Its gradient is contiguous; with strides of (2, 3) its elements interleave, and share no memory."""
+    ends = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(2, 3), torch.randn(4, 2)
+        model.weight = torch.nn.Parameter(torch.randn(12).as_strided((3, 2), strides))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        step = stepgraph.capture(model, loss_of, x, optimizer, passes="exact") if captured else None
+        for _ in range(3):
+            if captured:
+                step(x)
+                continue
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())])
+    assert all(map(torch.equal, *ends))
+
+
 def test_a_rate_in_numpys_precision():
     numpy = pytest.importorskip("numpy")
     model = torch.nn.Linear(4, 4)
