@@ -4,13 +4,10 @@ import contextlib
 import datetime
 import gc
 import hashlib
-import math
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
@@ -36,22 +33,7 @@ def launched() -> bool:
 
 def world_size() -> int:
     """Ranks that were started; 1 for a process that stands alone."""
-    if "LOCAL_WORLD_SIZE" in os.environ:  # which others read
-        _number("LOCAL_WORLD_SIZE", 1)
-    return _number("WORLD_SIZE", 1) if launched() else 1
-
-
-def _number(name: str, least: int = 0, most: float = math.inf) -> int:
-    """An environment variable of torchrun's. Raises ``ValueError``, in one line, where it is missing or no number."""
-    text = os.environ.get(name)
-    if text is None or not text.isdecimal() or not least <= int(text) <= most:
-        found = "is not set" if text is None else f"is {text!r}"
-        allowed = f"from {least} on" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(
-            f"the environment's {name} {found}; allowed is a number {allowed}: start ranks by torchrun or "
-            "--nproc, or unset RANK and WORLD_SIZE for one process"
-        )
-    return int(text)
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def job_store() -> dist.Store | None:
@@ -81,16 +63,14 @@ def starts_again() -> bool:
 
 
 def _agent_store(timeout_s: float) -> dist.Store:
-    return dist.TCPStore(*_address(timeout_s), is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
+    return dist.TCPStore(*_address(), is_master=False, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def _init_process_group(backend: str, timeout_s: float) -> None:
     if not launched():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    rank, world = _number("RANK"), world_size()
-    if rank >= world:
-        raise ValueError(f"the environment's RANK is {rank} of WORLD_SIZE {world}: ranks count from 0 to {world - 1}")
+    rank, world = int(os.environ["RANK"]), world_size()
     with _said_if_long(f"rank {rank} waits for the other ranks of {world} at {_place()}, {timeout_s:g} s at most"):
         store = _meet(rank, world, timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
@@ -127,7 +107,7 @@ def _own_store(rank: int, timeout_s: float) -> dist.Store:
     """The store of ranks that no elastic agent started; rank 0 has its server."""
     timeout = datetime.timedelta(seconds=timeout_s)
     server = {"is_master": rank == 0, "wait_for_workers": False, "multi_tenant": True}
-    return dist.TCPStore(*_address(timeout_s), timeout=timeout, **server)
+    return dist.TCPStore(*_address(), timeout=timeout, **server)
 
 
 def _text(name: str) -> str:
@@ -136,20 +116,9 @@ def _text(name: str) -> str:
     return os.environ[name]
 
 
-def _address(timeout_s: float) -> tuple[str, int]:
-    """Host and port where the ranks meet. The host's name must be known soon: torch would ask for minutes."""
-    host, port, until = _text("MASTER_ADDR"), _number("MASTER_PORT", most=65535), time.monotonic() + min(timeout_s, 10)
-    while True:
-        try:
-            socket.getaddrinfo(host, port)
-            return host, port
-        except (OSError, UnicodeError) as failure:
-            if time.monotonic() > until:
-                raise ValueError(
-                    f"the ranks cannot meet at {_place()}: the host {host!r} is not known here ({failure}); set "
-                    "MASTER_ADDR to the address of rank 0's machine"
-                ) from failure
-            time.sleep(0.5)
+def _address() -> tuple[str, int]:
+    """Host and port where the ranks meet."""
+    return _text("MASTER_ADDR"), int(_text("MASTER_PORT"))
 
 
 def _place() -> str:
@@ -240,7 +209,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _take_gpu() -> None:
-    local, there = _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0, torch.cuda.device_count()
+    local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local >= there:
         raise ValueError(
             f"local rank {local} has no GPU, this machine has {there}: start at most {there} processes on it"

@@ -184,17 +184,8 @@ def test_what_parallelize_leaves(world):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"RANK": "x"}, "the environment's RANK is 'x'; allowed is a number from 0 on"),
-        ({"RANK": "2"}, "the environment's RANK is 2 of WORLD_SIZE 2: ranks count from 0 to 1"),
-        ({"WORLD_SIZE": "0"}, "the environment's WORLD_SIZE is '0'; allowed is a number from 1 on"),
-        ({"MASTER_PORT": None}, "the environment's MASTER_PORT is not set; allowed is"),
+        ({"MASTER_PORT": None}, "the environment's MASTER_PORT is not set: start ranks by torchrun"),
         ({"MASTER_ADDR": None}, "the environment's MASTER_ADDR is not set: start ranks by torchrun"),
-        ({"MASTER_PORT": "70000"}, "the environment's MASTER_PORT is '70000'; allowed is a number from 0 to 65535"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "the environment's LOCAL_WORLD_SIZE is '0'; allowed is a number from 1 on"),
-        (
-            {"MASTER_ADDR": "no-such-host.invalid"},
-            "the ranks cannot meet at .*: the host 'no-such-host.invalid'",
-        ),
         (
             {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": None},
             "the environment's TORCHELASTIC_RESTART_COUNT is not set",

@@ -20,6 +20,7 @@ from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.packed import NotLoadable, NotSavable
 from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
 from stepgraph.parallel.pipeline import Pipeline
+from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes.compile.ahead import Ahead
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
@@ -65,7 +66,7 @@ def store_of(where: Path | str, dumps: bool) -> "Store | None":
     None where a rank ``dumps`` its graphs, which only passes that run can do: for all ranks then, as they share what
     they save. Every rank calls this.
     """
-    if any(_gathered(dumps) if _several_ranks() else [dumps]):
+    if any(Ranks(alone=not _several_ranks()).gather(lambda: dumps)):
         return None
     if where != "auto":
         return Store(Folder(Path(where), given=True))
@@ -126,21 +127,21 @@ class _Saving:
 
     def on_ranks(self) -> None:
         """Load or make the step on every rank."""
-        found = self.load()
-        wanted = _gathered(None if found else self.name or f"rank {dist.get_rank()}")
+        ranks, found = Ranks(), self.load()
+        wanted = ranks.gather(lambda: None if found else self.name or f"rank {ranks.rank}")
         if not any(wanted):
             return
-        maker = dist.get_rank() if found else wanted.index(wanted[dist.get_rank()])
-        failure: BaseException | None = None
-        if not found and maker == dist.get_rank():
-            try:
+        maker = ranks.rank if found else wanted.index(wanted[ranks.rank])
+        makes, failure = not found and maker == ranks.rank, None
+        try:
+            if makes:
                 self.make()
-            except BaseException as error:  # raised after the barrier, at which the others wait
-                failure = error
+        except BaseException as error:  # raised after the barrier, at which the others wait
+            failure = error
         dist.barrier()
         if failure is not None:
             raise failure
-        if found or maker == dist.get_rank():
+        if found or makes:
             return
         missed, self.outcome.notes = self.outcome.notes, []
         if self.load():
@@ -286,10 +287,3 @@ def _own_device(device: torch.device) -> torch.device | None:
 
 def _several_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-
-
-def _gathered(value: Any) -> list[Any]:
-    """The value of every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
