@@ -64,10 +64,10 @@ def torch_settings() -> dict[str, object]:
 @pytest.fixture(scope="session", autouse=True)
 def no_lines_for_who_waits():
     """They would come on a busy machine alone, between the lines that a test expects."""
-    from stepgraph.bench import progress
+    from stepgraph.bench import lane
     from stepgraph.passes import waiting
 
-    waiting.EVERY_S = progress.SPEAKS_EVERY_S = 3600.0
+    waiting.EVERY_S = lane.SPEAKS_EVERY_S = 3600.0
 
 
 def seed(name: str) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 
 import stepgraph
 from stepgraph.bench.arguments import MAX_GRAD_NORM
-from stepgraph.bench.progress import phase
 from stepgraph.bench.results import finite
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import package_versions
@@ -86,7 +85,6 @@ class CapturedStep:
         if max_autotune:
             passes = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in passes]
         self.batch = parts.batch
-        phase("capture")
         start = time.perf_counter()
         self.step = stepgraph.capture(
             parts.model, parts.loss_fn, parts.batch, parts.optimizer, max_grad_norm=MAX_GRAD_NORM, passes=passes
@@ -137,14 +135,12 @@ class Run:
 
     def first_steps(self) -> dict[str, Any]:
         """Builds the step and runs ``FIRST_STEPS`` of it; or says why the provider cannot do this model."""
-        phase("build")
         parts = self.parts()
         start = time.perf_counter()
         try:
             self.step = self.providers[self.provider](parts)
         except UnavailableError as error:
             return {"unavailable": str(error)}
-        phase("warm up")
         losses = [self.step().item()]
         first_step_s = time.perf_counter() - start
         losses += [self.step().item() for _ in range(FIRST_STEPS - 1)]

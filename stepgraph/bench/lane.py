@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 
 from stepgraph.bench.device import times
 from stepgraph.bench.harness import Run
-from stepgraph.bench.progress import WAITING, Progress, note, phase, phases_of_passes
 from stepgraph.bench.results import in_one_line
-from stepgraph.bench.rows import Row
+from stepgraph.bench.rows import SPEAKS_EVERY_S, Row, note
 
 Item = TypeVar("Item")
 
@@ -46,8 +45,7 @@ class Lane:
         self._log = folder / "stderr"
         # Compile caches of its own: every provider compiles from nothing, and none finds another's kernels.
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
-        self._progress = Progress(self.row, folder / "phases")
-        self._progress.__enter__()
+        note(self.row, "start")
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 self.command,
@@ -55,13 +53,12 @@ class Lane:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=os.environ | caches | self._progress.environment,
+                env=os.environ | caches,
             )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(30 if kind is None else 0)  # Ctrl-C waits for nobody
-        self._progress.__exit__()
         self._folder.cleanup()
 
     def close(self, patience_s: float = 30) -> None:
@@ -93,13 +90,10 @@ class Lane:
             return {}
         patience_s = 30.0
         by = min(self.until, math.inf if self.limit_s is None else self._sent + self.limit_s)
-        left = None if by == math.inf else max(0.0, by - time.monotonic())
-        # One answer a request: none is left in the buffer of stdout.
-        if select.select([self.process.stdout], [], [], left)[0]:
-            line = self.process.stdout.readline()
+        if (line := self._line(by)) is not None:
             answer = json.loads(line) if line else {"error": self._how_it_ended()}
         else:
-            answer, patience_s = {"error": f"not done after {by - self._sent:.4g} s: {self._progress}"}, 0.0
+            answer, patience_s = {"error": f"not done after {by - self._sent:.4g} s"}, 0.0
         if "error" in answer:
             self.row.error = answer["error"]
             note(self.row, f"failed: {self.row.error}")
@@ -107,6 +101,15 @@ class Lane:
             self.close(patience_s)
             return {}
         return answer
+
+    def _line(self, by: float) -> str | None:
+        """What the process says next; None if it says nothing until then."""
+        while (left := by - time.monotonic()) > 0:
+            # One answer a request: none is left in the buffer of stdout.
+            if select.select([self.process.stdout], [], [], min(left, SPEAKS_EVERY_S))[0]:
+                return self.process.stdout.readline()
+            note(self.row, f"waited for, {time.monotonic() - self._sent:.0f} s")
+        return None
 
     def keep(self, answer: dict[str, Any]) -> None:
         """Writes the figures of an answer into the row."""
@@ -199,12 +202,10 @@ def _conclude(row: Row) -> None:
 def take_job() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
     """In the child: (its job, what answers). From here on whatever prints, compilers too, prints to stderr, and an
     error that ends the process is its last answer."""
-    phases_of_passes()
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
     def answer(value: dict[str, Any]) -> None:
-        phase(WAITING)
         answers.write(json.dumps(value) + "\n")
 
     def fail(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -227,8 +228,6 @@ def serve(run: Run, answer: Callable[[dict[str, Any]], None]) -> None:
     answer(run.first_steps())
     for request in requests():
         if request["do"] == "round":  # steps queued one after another as a training loop does
-            phase("timing")
             answer({"step_ms": median(times(run.device, [run.step], request["steps"])[0])})
         else:
-            phase("profile")
             answer(getattr(run, request["do"])(request))

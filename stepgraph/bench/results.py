@@ -119,7 +119,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings = record["settings"]
         kind = {"step": Row, "train": TrainRow, "norm": NormRow, "model": Row}[kind_of(settings)]
-        return record["environment"], settings, [kind(**row) for row in record["rows"]]
+        known = {field.name for field in dataclasses.fields(kind)}  # older records have others
+        rows = [kind(**{name: value for name, value in row.items() if name in known}) for row in record["rows"]]
+        return record["environment"], settings, rows
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,9 +2,13 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+#: Seconds between two lines about a provider that is waited for.
+SPEAKS_EVERY_S = 30.0
 
 
 @dataclass(kw_only=True)
@@ -32,8 +36,6 @@ class ProviderRow:
     """stepgraph: capture and passes, s, compilers left out."""
     compile_s: float | None = None
     """stepgraph: compilers and recording of CUDA graphs, s. Others that compile: the first step, less a step."""
-    phases_s: dict[str, float] | None = None
-    """Seconds in each phase of the provider's process, or rank 0's (`bench.progress`)."""
     passes: list[str] | None = None
     """stepgraph: what each pass did, line by line."""
     versions: dict[str, Any] | None = None
@@ -82,6 +84,11 @@ class Row(ProviderRow):
     """Why there is no ``where``, in one line; the other figures are right."""
     notes: list[str] | None = None
     """stepgraph: what else passes noted, at most 20 lines."""
+
+
+def note(row: ProviderRow, text: str) -> None:
+    """Print how far the provider of ``row`` is; on stderr, so that stdout holds the result alone."""
+    print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:

@@ -18,9 +18,8 @@ from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, TINY, WEIGHT_SEED, WHOLE, model_names, require_packages
 from stepgraph.bench.model.providers import PROVIDERS
 from stepgraph.bench.model.table import model_section, summary
-from stepgraph.bench.progress import note
 from stepgraph.bench.results import check_losses, write
-from stepgraph.bench.rows import Row
+from stepgraph.bench.rows import Row, note
 from stepgraph.config.command_line import make_folder, parse, require_folder
 from stepgraph.config.commands import ModelBench
 from stepgraph.config.device import pick_device

@@ -15,8 +15,8 @@ import torch
 
 from stepgraph import parallel
 from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_names, run_of
-from stepgraph.bench.progress import Progress, note
 from stepgraph.bench.results import write
+from stepgraph.bench.rows import SPEAKS_EVERY_S, note
 from stepgraph.bench.step.command import describe
 from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
@@ -145,13 +145,12 @@ def run_ranks(
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     values = {"provider": name, "config": config.to_json(), "device": str(device), "trace": trace}
     values |= {"balanced": options.balanced_routing, "hang_s": config.first_step_timeout}
-    progress = Progress(row, folder / "phases")
-    with log.open("w") as output, progress:
+    note(row, "start")
+    with log.open("w") as output:
         job.write_text(json.dumps(values | {"started": time.time()}), encoding="utf-8")
         command = [*torchrun, *RANK, str(job)]
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables | progress.environment)
-        found = _wait(process, options.timeout, folder)
-        where = str(progress)
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables)
+        found = _wait(row, process, options.timeout, folder)
     answer = folder / "answer.json"
     figures = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
     if found == 0:
@@ -159,18 +158,21 @@ def run_ranks(
     if isinstance(found, dict):
         error, last = found["error"], found["trace"]
     else:
-        error = f"not done after {options.timeout:g} s: {where}" if found is None else f"its ranks ended with {found}"
+        error = f"not done after {options.timeout:g} s" if found is None else f"its ranks ended with {found}"
         last = log.read_text(errors="replace")
     print("".join(f"    {line}\n" for line in last.splitlines()[-LAST_LINES:]), file=sys.stderr)
     return figures, error
 
 
-def _wait(process: subprocess.Popen, timeout: float, folder: Path) -> int | dict[str, str] | None:
+def _wait(row: TrainRow, process: subprocess.Popen, timeout: float, folder: Path) -> int | dict[str, str] | None:
     """What ends the provider: its exit status, what its first rank to fail says, or None after ``timeout`` seconds.
     torchrun is ended, and its ranks with it: they may wait for the one that failed."""
-    until = time.monotonic() + timeout
+    began = said = time.monotonic()
     try:
-        while time.monotonic() < until:
+        while (now := time.monotonic()) < began + timeout:
+            if now > said + SPEAKS_EVERY_S:
+                note(row, f"waited for, {now - began:.0f} s")
+                said = now
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
             status = process.returncode

@@ -17,7 +17,6 @@ from torch import nn
 
 from stepgraph import parallel, passes
 from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.progress import phase
 from stepgraph.bench.train.titan import job as titan
 from stepgraph.bench.train.titan import trainer as titan_trainer
 from stepgraph.config import build
@@ -57,7 +56,6 @@ class CapturedTraining:
         adamw = config.optimizer == "adamw"  # of all parameters alike, as torchtitan's
         optimizer = fused_adamw(config, model) if adamw else build.build_optimizer(config, model)
         self.build_s = time.perf_counter() - begun
-        phase("capture")
         start = time.perf_counter()
         batch = build.example_batch(config, device)
         self.captured = build.build_step(config, build.step_spec(config, model, loss_fn, batch, optimizer))

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from stepgraph.bench.device import mark, spans
-from stepgraph.bench.progress import phase, phases_of_passes
 from stepgraph.bench.results import finite, in_one_line
 from stepgraph.bench.train.exposed import exposure, kernel_times
 from stepgraph.bench.train.providers import PROVIDERS, CapturedTraining, Training
@@ -57,8 +56,6 @@ def main() -> None:
         config, device = TrainConfig.from_json(job["config"]), torch.device(job["device"])
         provider = PROVIDERS[job["provider"]]
         answer: dict[str, Any] = {"start_s": time.time() - job["started"]}
-        phases_of_passes()
-        phase("build")
         watch = Watch(rank, int(os.environ["WORLD_SIZE"]), device.type, job["hang_s"], job["hang_s"], fail)
         stack.enter_context(watch)
         training = stack.enter_context(provider.open(config, device, job["balanced"]))
@@ -70,7 +67,6 @@ def main() -> None:
             _write(path.with_name("answer.json"), answer)
         if device.type == "cuda":
             watch.at("the profile", limited=False)
-            phase("profile")
             answer |= profiled(training, job["trace"], rank)
             if rank == 0:
                 _write(path.with_name("answer.json"), answer)
@@ -96,7 +92,6 @@ def timed(
 ) -> dict[str, Any]:
     """The first step, some to warm up, and ``config.steps`` that are timed: queued one after another, as a training
     loop does, no result read in between. The same on every rank."""
-    phase("warm up")
     begin = time.perf_counter()
     watch.launches(1)
     losses = [training.step(read=True)]
@@ -108,7 +103,6 @@ def timed(
         training.step()
     _wait(device)
     dist.barrier()
-    phase("timing")
     marks = [mark(device)]
     for _ in range(config.steps):
         training.step()

@@ -21,7 +21,6 @@ from stepgraph.bench.train import command as train
 from stepgraph.bench.train.providers import Provider, balance
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio
 from stepgraph.bench.train.table import summary, train_section
-from stepgraph.config.commands import TrainBench
 from stepgraph.models.moe.layer import MoE
 from stepgraph.models.moe.router import MoEConfig
 from tests import forked
@@ -90,14 +89,10 @@ def test_the_record_holds_every_figure(record):
 
 
 @pytest.mark.slow
-def test_it_prints_what_it_does_and_keeps_the_seconds(record):
-    row, lines = rows_of(record)["stepgraph"], record[3].splitlines()
-    phases = ["start", "build", "capture", "warm up", "timing"]
+def test_it_prints_what_it_does(record):
+    lines = record[3].splitlines()
     printed = [line.split(" | ")[2].partition(" (")[0] for line in lines if line.startswith("llama3-debug | stepgraph")]
-    assert [name for name in printed if name in phases] == phases
-    assert list(row["phases_s"]) == phases and min(row["phases_s"].values()) > 0
-    phases_s, kept_s = row["phases_s"]["start"] + row["phases_s"]["build"], row["start_s"] + row["build_s"]
-    assert phases_s == pytest.approx(kept_s, rel=0.5)
+    assert printed[0] == "start" and printed[-1].startswith("first step after ")
     # The rank that failed: its own last lines, and not torchrun's.
     assert "    Tried to allocate everything" in lines and "ChildFailedError" not in record[3]
 
@@ -124,7 +119,6 @@ def test_a_provider_that_hangs_ends_and_says_where_it_waits(record):
     error = rows_of(record)["hangs"]["error"]
     assert "step 1 made no progress for " in error and "(--first-step-timeout 5)" in error
     assert "rank 0" in error and "rank 1" in error and " is in step 1" in error
-    assert sum(rows_of(record)["hangs"]["phases_s"].values()) < TrainBench().timeout
 
 
 @pytest.mark.slow
@@ -172,7 +166,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "time", clock)  # the time is over when both ranks are there
     config, options = train.parse_train([*TINY, "--mesh", "fsdp=2", "--timeout", "3000"])
     row = train.measure("stepgraph", config, options, torch.device("cpu"), None)
-    assert row.error.startswith("not done after 3000 s: start, ") and row.step_ms is None
+    assert row.error == "not done after 3000 s" and row.step_ms is None
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(started) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in started)
 
