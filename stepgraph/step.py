@@ -38,7 +38,7 @@ from stepgraph.passes import Passes, Target, resolve
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
-from stepgraph.run.program import Accumulators
+from stepgraph.run.memory import Memory
 from stepgraph.run.saved.store import Outcome, Rewriting, store_of
 from stepgraph.run.spans import Spans
 from stepgraph.verify import Case, VerifyReport, verify
@@ -142,7 +142,7 @@ class CapturedStep:
         leaves, structure = flatten_batch(batch)
         checks.check_microbatches(leaves, spec.accumulate)
         self._largest = [size // spec.accumulate for size in batch_sizes(leaves)]
-        self._session, self._accumulators = Session(), Accumulators()
+        self._session, self._memory = Session(), Memory()
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
         self._is_exact = self.spec.is_exact
@@ -386,7 +386,7 @@ class CapturedStep:
             self.saved = self._store.rewrite(traced, rewriting, together=not self._forms)
         if self._update:
             self._update.settle(traced.program, traced.slots)
-        bound = BoundStep(traced, self._update, self._session, self._accumulators)
+        bound = BoundStep(traced, self._update, self._session, self._memory)
         self._forms.keep(signature, bound)
         if self._lengths is not None:
             self._lengths.keep(bound)

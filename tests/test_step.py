@@ -142,18 +142,6 @@ def test_a_value_of_the_batch_that_is_another_one_in_each_form_is_named():
     assert message.startswith("batch['of']['id'] has another value in each of 4 forms")
 
 
-def test_few_captures_with_cuda_graphs_are_kept(traces, monkeypatch):
-    monkeypatch.setattr(forms, "FEW_CAPTURES", 2)
-    both = Pair(nn.Linear(6, 6), pair(1))
-    both.check(pair(2))
-    both.step.graph.recording = "of a GPU"
-    with pytest.warns(UserWarning, match="2 forms of the step are captured already; dropping the least recently used"):
-        both.check(pair(3))
-    with pytest.warns(UserWarning, match="2 forms"):
-        both.check(pair(1))
-    assert len(traces) == 4
-
-
 def test_plain_values_in_the_batch(traces):
     def loss_fn(model, batch):
         scale = batch["scale"] if batch["on"] else 1

@@ -12,6 +12,7 @@ from typing import Any
 import sympy
 import torch
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import proxy_tensor
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.functions import ToFloat
 
 from stepgraph.compat.replaced import replaced
+from stepgraph.compat.versions import TORCH
 
 
 class SymbolicSizes:
@@ -120,9 +122,26 @@ def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
         replaced(proxy_tensor.PythonKeyTracer, create_arg=create_arg),
         replaced(proxy_tensor, fetch_sym_proxy=fetch_sym_proxy),
         _as_integers(is_under_torch),
+        _matmul_in_python() if TORCH < (2, 13) else contextlib.nullcontext(),
     ):
         warnings.simplefilter("ignore")  # what the model warns of was said before; torch warns of sizes in nodes
         yield
+
+
+@contextlib.contextmanager
+def _matmul_in_python() -> Iterator[None]:
+    """``matmul`` by its decomposition in Python: that in C++ asks for sizes that are integers. Dropout stays in C++, as
+    its decomposition has other nodes."""
+    dropout = torch.ops.aten.dropout.default
+    in_python = dropout.py_kernels.copy()
+    dropout.py_kernels.clear()
+    dropout._dispatch_cache.clear()
+    try:
+        with enable_python_dispatcher():
+            yield
+    finally:
+        dropout.py_kernels.update(in_python)
+        dropout._dispatch_cache.clear()
 
 
 @contextlib.contextmanager

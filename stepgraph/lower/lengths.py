@@ -42,6 +42,9 @@ _STRIDED = "each length is traced: a tensor of the batch is not contiguous"
 #: Keys of a node's meta that repeat its value; neither passes nor compilers read them.
 _OF_VALUES = ("tensor_meta", "eager_input_vals")
 
+#: What torch before 2.13 has in ``matmul`` where sizes are open, for what it has where they are known.
+_ALSO = {aten._unsafe_view.default: aten.view.default}
+
 #: Sizes of a batch, by the places of its leaves.
 Shapes = dict[int, tuple[int, ...]]
 
@@ -298,7 +301,7 @@ class _Graph:
             given, is_alias = theirs.args, mine.target is aten.alias.default and _is_whole(theirs)
             if is_alias:
                 given = given[:1]
-            elif mine.op == "call_function" and mine.target is not theirs.target:
+            elif mine.op == "call_function" and theirs.target not in (mine.target, _ALSO.get(mine.target)):
                 raise _DiffersError(f"a trace with open sizes has {theirs.target} where it has {mine.target}")
             try:
                 args, kwargs = self._joined(mine.args, given), self._joined(mine.kwargs, theirs.kwargs)

@@ -14,7 +14,8 @@ from stepgraph.capture.python.metrics import means
 from stepgraph.capture.state import Watch
 from stepgraph.graph.values import GroupValue
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.run.program import Accumulators, ProgramRunner
+from stepgraph.run.memory import Memory
+from stepgraph.run.program import ProgramRunner
 
 
 class ExceededError(RuntimeError):
@@ -55,9 +56,9 @@ class RandomState:
 class BoundStep:
     """One form of a captured step. ``watch`` and ``plain`` see whether it must be captured again."""
 
-    def __init__(self, traced: Traced, update: Update | None, session: Session, accumulators: Accumulators):
+    def __init__(self, traced: Traced, update: Update | None, session: Session, memory: Memory):
         self.traced, self.update = traced, update
-        self.runner = ProgramRunner(traced.program, session, accumulators)
+        self.runner = ProgramRunner(traced.program, session, memory)
         self.watch = Watch(traced.slots, update.optimizers if update else ())
         self.plain = traced.reads
         self.lrs = {

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -30,29 +29,9 @@ from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.passes.compile.cuda_graph import split_at_host
 from stepgraph.run.interpreter import Interpreter
+from stepgraph.run.memory import Memory
 from stepgraph.run.memsets import memsets_to_kernels
 from stepgraph.run.results import Results
-
-
-class Shared:
-    """What the CUDA graphs of one program share: the session of their exchanges, and memory.
-
-    They replay in the order in which they were recorded, and what one returns is copied at once: each may so use the
-    memory that those before it leave free.
-    """
-
-    def __init__(self, session: Session):
-        self.session = session
-        self._pool: Any = None
-        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-
-    def pool(self, graph: torch.cuda.CUDAGraph) -> Any:
-        """The memory pool, which ``graph`` joins. It is another one where no graph is left in it: torch refuses a pool
-        without graphs, as long as some of its memory was not given back."""
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        self._graphs.add(graph)
-        return self._pool
 
 
 class GraphRunner:
@@ -63,8 +42,8 @@ class GraphRunner:
     ones replay.
     """
 
-    def __init__(self, step: StepGraph, shared: Shared):
-        self.step, self.shared, self.session = step, shared, shared.session
+    def __init__(self, step: StepGraph, session: Session, memory: Memory):
+        self.step, self.session, self.memory = step, session, memory
         self.groups = exchanging(step.graph)
         self.batch = [i for i, spec in enumerate(step.inputs) if isinstance(spec.what, BatchLeaf)]
         writes, placeholders = Aliases(step.graph).writes, step.placeholders()
@@ -141,7 +120,7 @@ class GraphRunner:
                 piece = _Piece(
                     getattr(self.module, node.target), fx.map_arg(node.args, values.__getitem__), self.session
                 )
-                values[node] = piece.record(self.shared)
+                values[node] = piece.record(self.memory)
                 program.append(piece)
             elif node.op == "call_function":  # getitem of a piece's results
                 values[node] = node.target(*fx.map_arg(node.args, values.__getitem__))
@@ -226,7 +205,7 @@ class _Piece:
         self.graph = torch.cuda.CUDAGraph(keep_graph=True) if module.group == "device" else None
         self.results: Any = None
 
-    def record(self, shared: Shared) -> Any:
+    def record(self, memory: Memory) -> Any:
         """Record the piece (or just run it) and run it once. Its results stay where later replays write them."""
         if self.graph is None:
             # Later pieces read these tensors in place, so each replay copies its new results into them.
@@ -239,7 +218,7 @@ class _Piece:
                 )
             join_collectives(self.results, self.session)
             return self.results
-        with recording(self.graph, self._place, pool=shared.pool(self.graph)):
+        with recording(self.graph, self._place, pool=memory.pool(self.graph)):
             self.results = self.run(self.args)
             join_collectives(self.results, self.session)
         self.graph.replay()
@@ -299,8 +278,9 @@ class WholeStep:
         calls: Callable[[Sequence[Any], Run | None], Results],
         session: Session,
         groups: Collection[str],
+        memory: Memory,
     ):
-        self.program, self.calls, self.session, self.groups = program, calls, session, groups
+        self.program, self.calls, self.session, self.groups, self.memory = program, calls, session, groups, memory
         given = (spec.what for step in program.graphs.values() for spec in step.inputs)
         self.read = sorted({what.leaf for what in given if isinstance(what, BatchLeaf)})
         self.waiting = ""
@@ -354,7 +334,7 @@ class WholeStep:
             leaf = leaves[i]
             self.static[i] = spanned(leaf).clone().as_strided(leaf.shape, leaf.stride())
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with recording(graph, lambda: "the step"):
+        with recording(graph, lambda: "the step", pool=self.memory.pool(graph)):
             self.results = self.calls(self.static, None)
             join_collectives(self.results.tensors(), self.session)
         self.graph = graph

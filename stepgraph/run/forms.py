@@ -10,7 +10,7 @@ from stepgraph.run.bound import BoundStep
 
 #: How many forms are kept; the least recently used goes first.
 MAX_CAPTURES = 64
-#: More than this many are a cause for a warning. With CUDA graphs, each with memory of its own, no more are kept.
+#: More than this many are a cause for a warning.
 FEW_CAPTURES = 8
 #: After this many, a value of the batch that is another one in each is named.
 _NAMED = 3
@@ -78,10 +78,8 @@ class Forms:
                 f"{name} has another value in each of {captured + 1} forms of the step, and each form is captured: "
                 "leave it out of the batch, or pass it as a tensor"
             )
-        recorded = captured and any(graph.recording is not None for graph in self.latest.traced.program.graphs.values())
-        most = FEW_CAPTURES if recorded else MAX_CAPTURES
-        if captured in (FEW_CAPTURES, most):
-            dropping = "; dropping the least recently used" if captured == most else ""
+        if captured in (FEW_CAPTURES, MAX_CAPTURES):
+            dropping = "; dropping the least recently used" if captured == MAX_CAPTURES else ""
             if len(self.latest.traced.batch_reads):
                 dropping += "; each value of the batch that Python reads, such as a length, makes a form"
             warn_caller(
@@ -89,7 +87,7 @@ class Forms:
                 "few shapes, and let schedules change the learning rate alone: the other options of fused Adam, SGD "
                 "and Adafactor are constants."
             )
-        if captured == most:
+        if captured == MAX_CAPTURES:
             self._drop(next(iter(self._bound)))
 
     def _varying(self, batch: Any, signature: tuple) -> str | None:

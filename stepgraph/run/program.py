@@ -20,13 +20,14 @@ from stepgraph.graph.collectives import boxes_of, exchanging
 from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import Call, Kind, StepGraph
-from stepgraph.graph.values import Accumulator, BatchLeaf, Before, Input, Loss, ModelTensor, Ratio, Value
+from stepgraph.graph.values import BatchLeaf, Before, Input, Loss, ModelTensor, Ratio, Value
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.comm.point_to_point import sent
 from stepgraph.kernels.comm.symmetric_sends import open_boxes
 from stepgraph.passes.compile.cuda_graph import record_apart
-from stepgraph.run.cuda_graph import GraphRunner, Shared, WholeStep
+from stepgraph.run.cuda_graph import GraphRunner, WholeStep
 from stepgraph.run.interpreter import Interpreter
+from stepgraph.run.memory import Memory
 from stepgraph.run.results import Results
 from stepgraph.run.spans import Clock, Passed, RecordedClock, Spans, StreamClock, Waits
 
@@ -79,57 +80,14 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 Tensor = torch.Tensor
-#: Each accumulator with its shape, stride, dtype and device.
-_Forms = tuple[tuple[Accumulator, torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
-
-#: Accumulators begin at multiples of this many elements: what reads them is then aligned, as in memory of their own.
-_ALIGNED = 128
 
 
-def runner_of(step: StepGraph, shared: Shared | None = None) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """What runs one graph, called with the list of its inputs."""
-    if step.recording is not None:
-        return GraphRunner(step, shared or Shared(Session()))
-    return _plain_runner(step)
-
-
-def _plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """The same without recording it separately."""
+def plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """What runs one graph without recording it, called with the list of its inputs."""
     if step.executable is not step.module:  # compiled pieces, which free what they were the last to read
         return Interpreter(step.executable)
     compat.generate_code(step.module)
     return lambda flat: step.module.forward(*flat)  # without the hooks that a user gives to every module
-
-
-class Accumulators:
-    """Memory for sums of gradients, by the form of what it holds: forms of a step that never run at once share it."""
-
-    def __init__(self) -> None:
-        self._held: dict[_Forms, tuple[list[Tensor], dict[Accumulator, Tensor]]] = {}
-
-    def of(self, program: StepProgram) -> tuple[list[Tensor], dict[Accumulator, Tensor]]:
-        """(flat buffers, one for each dtype and device; the accumulators of ``program`` in them)."""
-        values = {
-            what: node.meta["val"]
-            for step in program.graphs.values()
-            for node, what in step.bound()
-            if isinstance(what, Accumulator)
-        }
-        forms = tuple((what, v.shape, v.stride(), v.dtype, v.device) for what, v in values.items())
-        if forms not in self._held:
-            self._held[forms] = _allocate(forms)
-        return self._held[forms]
-
-
-def _allocate(forms: _Forms) -> tuple[list[Tensor], dict[Accumulator, Tensor]]:
-    places: dict[Accumulator, int] = {}
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for what, shape, _, dtype, device in forms:
-        places[what] = sizes.get((dtype, device), 0)
-        sizes[dtype, device] = places[what] + -(-shape.numel() // _ALIGNED) * _ALIGNED
-    flat = {key: torch.empty(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
-    views = {what: flat[d, dev].as_strided(shape, stride, places[what]) for what, shape, stride, d, dev in forms}
-    return list(flat.values()), views
 
 
 def _reset(flat: Sequence[Tensor]) -> None:
@@ -141,14 +99,14 @@ def _reset(flat: Sequence[Tensor]) -> None:
 class ProgramRunner:
     """Runs the program of a step on the tensors that its inputs are bound to.
 
-    ``session``: the exchanges of the step's ranks.
+    ``session``: the exchanges of the step's ranks. ``memory``: what it shares with the step's other forms.
     """
 
-    def __init__(self, program: StepProgram, session: Session, accumulators: Accumulators):
-        self.program, self.session = program, session
+    def __init__(self, program: StepProgram, session: Session, memory: Memory):
+        self.program, self.session, self.memory = program, session, memory
         self.groups = {name: exchanging(step.graph) for name, step in program.graphs.items()}
         self.every_group = frozenset().union(*self.groups.values())
-        self.flat, sums = accumulators.of(program)
+        self.flat, sums = memory.accumulators(program)
         self.scratch = {compat.storage_key(buffer) for buffer in self.flat}
         #: Where this is set, graphs run node by node, and it is called with a graph's name and a node before that runs.
         self.on_node: Callable[[str, fx.Node], None] | None = None
@@ -183,12 +141,15 @@ class ProgramRunner:
         """What runs each graph, or all calls together."""
         program, gpu = self.program, self.device is not None and self.device.type == "cuda"
         if program.recorded_whole:
-            self.whole = WholeStep(program, self._calls, self.session, self.every_group)
-            self.runners = {name: _plain_runner(step) for name, step in program.graphs.items()}
+            self.whole = WholeStep(program, self._calls, self.session, self.every_group, self.memory)
+            self.runners = {name: plain_runner(step) for name, step in program.graphs.items()}
             self.clock = RecordedClock(2 * len(program.schedule) + 1, self.device)
         else:
-            self.whole, shared = None, Shared(self.session)
-            self.runners = {name: runner_of(step, shared) for name, step in program.graphs.items()}
+            self.whole = None
+            self.runners = {
+                name: plain_runner(step) if step.recording is None else GraphRunner(step, self.session, self.memory)
+                for name, step in program.graphs.items()
+            }
             self.clock = StreamClock() if gpu else Clock()
 
     def _own(self, program: StepProgram) -> dict[Input, Tensor]:

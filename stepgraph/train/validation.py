@@ -16,7 +16,8 @@ from stepgraph.capture.trace import LossFn
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, lower
 from stepgraph.parallel import placement_of
-from stepgraph.run.program import Accumulators, ProgramRunner
+from stepgraph.run.memory import Memory
+from stepgraph.run.program import ProgramRunner
 from stepgraph.run.results import Results
 
 Batch = dict[str, torch.Tensor]
@@ -94,7 +95,7 @@ class PipelinedLoss:
     def _capture(self, batch: Any) -> None:
         lowered = lower(replace(self._spec, batch=batch))
         self._grow = lowered.grow
-        self._run = ProgramRunner(lowered.program, Session(), Accumulators())
+        self._run = ProgramRunner(lowered.program, Session(), Memory())
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """The loss on ``batch``, a scalar, on every rank."""

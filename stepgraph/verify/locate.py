@@ -19,7 +19,7 @@ from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import copied, rewrite, trace
 from stepgraph.passes import Pass, Target, resolve
 from stepgraph.run.bound import BoundStep
-from stepgraph.run.program import Accumulators
+from stepgraph.run.memory import Memory
 from stepgraph.verify.case import Case, calls, differ, outcome
 from stepgraph.verify.fingerprints import EagerResults, Fingerprint, NodeResults
 from stepgraph.verify.report import differences
@@ -63,7 +63,7 @@ def _attempt(
     What a compiler made of a graph is run as it is, and its nodes have no results.
     """
     program = rewrite(copied(traced.program), replace(case.spec, passes=passes, disable=()))
-    bound = BoundStep(replace(traced, program=program), case.bound.update, Session(), Accumulators())
+    bound = BoundStep(replace(traced, program=program), case.bound.update, Session(), Memory())
     plain = {name: g.module for name, g in program.graphs.items() if g.executable is g.module and g.recording is None}
     watched = {name: NodeResults(module) for name, module in plain.items()}
     bound.runner.runners.update(watched)

@@ -147,7 +147,7 @@ def check_waiting(mesh):
     with as_on_gpus(host):
         model, step = captured(mesh, "1f1b", "symmetric", passes())
         plain_model, plain = captured(mesh, "1f1b", "symmetric", configured("exact"))
-        with mock.patch.object(run_program, "GraphRunner", lambda graph, shared: Interpreter(graph.executable)):
+        with mock.patch.object(run_program, "GraphRunner", lambda graph, *_: Interpreter(graph.executable)):
             for i in range(3):
                 assert torch.equal(step(global_batch(i, 1, N)), plain(global_batch(i, 1, N)))
                 assert step._current.runner.whole is None and not step.program.recorded_whole

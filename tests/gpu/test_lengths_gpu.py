@@ -63,12 +63,28 @@ def test_forms_that_take_turns_are_right(deterministic):
 
 
 def test_forms_that_go_and_come_back(monkeypatch):
-    monkeypatch.setattr(forms, "FEW_CAPTURES", 1)
+    monkeypatch.setattr(forms, "MAX_CAPTURES", 1)
     model = llama(2)
     lengths = [128, 128, 128, 192, 192, 192, 128, 128, 128]
     with pytest.warns(UserWarning, match="captured already"):
         ours = trained(model, lengths, StepOptions(inductor="off", norm="eager"))
     check_close(ours, trained(model, lengths, None))
+
+
+def test_forms_share_the_memory_of_their_graphs():
+    """Twelve lengths, each recorded, take little more than the longest; none is captured twice."""
+    model = llama(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step = stepgraph.capture(model, next_token_loss, batch_of(1024, 16), optimizer, passes=StepOptions(inductor="off"))
+    for _ in range(3):
+        step(batch_of(1024, 16))
+    longest = torch.cuda.memory_reserved()
+    lengths = range(1008, 832, -16)
+    for length in [*lengths, *lengths, *lengths]:
+        step(batch_of(length, 16))
+    print(f"reserved: {longest >> 20} MiB with one length, {torch.cuda.memory_reserved() >> 20} with twelve")
+    assert len(step._forms) == 12
+    assert torch.cuda.memory_reserved() < 1.3 * longest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

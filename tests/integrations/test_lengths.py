@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import stepgraph
-from stepgraph import compat
 from stepgraph.integrations import GraphTrainer, PadToLengths, choose_lengths
 from stepgraph.lower.lengths import NOT_TRACED
 
@@ -242,8 +241,7 @@ def test_any_length_in_trainer(tmp_path):
     forms = [bound.traced.program for step in trainer._apart.values() for bound in step._forms]
     notes = [note for program in forms for report in program.reports for note in report.notes]
     assert len(forms) == 24
-    if compat.TORCH >= (2, 13):  # earlier kernels of attention take known sizes alone
-        assert sum(note == NOT_TRACED for note in notes) == 18
+    assert sum(note == NOT_TRACED for note in notes) == 18
     torch.testing.assert_close(*(list(model.parameters()) for model in models), rtol=1e-3, atol=1e-4)
 
 

@@ -14,18 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph import compat
 from stepgraph.capture.batch import first_places, form, shared_memory
 from stepgraph.capture.optimizer import Update
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import Lengths, StepSpec, lengths, trace
 from stepgraph.passes import StepOptions
 from stepgraph.run.bound import BoundStep
-from stepgraph.run.program import Accumulators
+from stepgraph.run.memory import Memory
 
 HIDDEN, VOCAB = 16, 24
-#: Earlier kernels of products, convolutions and attention take known sizes alone.
-OPEN = compat.TORCH >= (2, 13)
 #: Here the third one is traced with open sizes too, the fourth compared; from the fifth on none is traced.
 LENGTHS = (9, 14, 11, 8, 5, 20, HIDDEN, VOCAB, 2, 31, 3)
 
@@ -79,7 +76,7 @@ class Forms:
         leaves = list(batch.values())
         signature = type(batch), *map(form, leaves), *first_places(leaves), *shared_memory(leaves)
         got = self.lengths.traced(spec, (signature,))
-        bound = BoundStep(got, self.update, Session(), Accumulators())
+        bound = BoundStep(got, self.update, Session(), Memory())
         self.lengths.keep(bound)
         self.made.append(bound)
         fresh = trace(spec)
@@ -147,8 +144,7 @@ def known(model, x, ids):
 def test_later_lengths_are_not_traced(mix):
     forms = Forms(Model(mix))
     used = {n: forms(batch_of(2, n)) for n in LENGTHS}  # where the half of a length is 1, it is traced
-    if OPEN:
-        assert [n for n in LENGTHS if not used[n] and n > 3] == list(LENGTHS[:4])
+    assert [n for n in LENGTHS if not used[n] and n > 3] == list(LENGTHS[:4])
 
 
 # ---- what depends on the length in Python: equal to a trace, and mostly one ----
@@ -500,8 +496,7 @@ def test_padded_batches_of_transformers(family, attention):
 
     forms = Forms(model, lambda model, batch: model(**batch, use_cache=False).loss)
     used = [forms(padded(*sizes)) for sizes in ((10, 2), (13, 1), (20, 3), (17, 2), (HIDDEN, 4), (40, 1), (9, 2))]
-    if OPEN:
-        assert used == [False] * 4 + [True] * 3
+    assert used == [False] * 4 + [True] * 3
 
 
 # ---- whole steps ----
@@ -533,7 +528,7 @@ def test_steps_of_any_length_train_as_steps_of_their_own():
         step = stepgraph.capture(model, loss_fn, batch_of(2, 9), optimizer, passes=options)
         losses.append([step(batch_of(2, n)) for n in (9, 14, 11, 8, HIDDEN, VOCAB, 20, 2, 1, 5, 9)])
         models.append(model)
-        if OPEN and options.any_length:
+        if options.any_length:
             notes = [note for bound in step._forms for r in bound.traced.program.reports for note in r.notes]
             assert sum(note == lengths.NOT_TRACED for note in notes) >= 5
     torch.testing.assert_close(*losses)

@@ -24,7 +24,8 @@ from stepgraph.graph.values import GroupValue, HostValue, Input, Metric, ModelTe
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import PassReport, run_passes
-from stepgraph.run.program import Accumulators, ProgramRunner
+from stepgraph.run.memory import Memory
+from stepgraph.run.program import ProgramRunner
 
 STEPS = 10
 TINY = Llama3Config(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=37, max_seq_len=16)
@@ -310,7 +311,7 @@ def captured_records(name: str, step: StepGraph | StepProgram, steps: int = STEP
     for what, tensor in state.items():
         if isinstance(what, GroupValue):
             tensor.fill_(optimizer.param_groups[what.group]["lr"])
-    run = ProgramRunner(program, Session(), Accumulators())
+    run = ProgramRunner(program, Session(), Memory())
     landing = [slot.name for slot, _ in traced.landing]
     records = []
     torch.manual_seed(2)

@@ -28,7 +28,7 @@ from stepgraph.passes import (
 )
 from stepgraph.passes.contract import NoOptions, PassReport, register
 from stepgraph.passes.order import ORDER
-from stepgraph.run.program import runner_of
+from stepgraph.run.program import plain_runner
 
 aten = torch.ops.aten
 
@@ -294,7 +294,7 @@ def test_what_runs_is_the_rewritten_graph(step):
                 set_provenance(node, None)
 
     run_passes(step, [make("triples", apply)])
-    assert torch.equal(runner_of(step)([torch.ones(3, 3)])[0], torch.full((3, 3), 3.0))
+    assert torch.equal(plain_runner(step)([torch.ones(3, 3)])[0], torch.full((3, 3), 3.0))
 
 
 def test_dump_writes_the_graph_before_and_after_each_pass(tools, tmp_path):

@@ -11,7 +11,7 @@ import stepgraph
 from stepgraph.capture import trace_step
 from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.graph.values import Accumulator
-from stepgraph.run.program import Accumulators
+from stepgraph.run.memory import Memory
 
 
 def squares(model, batch):
@@ -133,8 +133,8 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
 def test_forms_of_a_step_share_accumulators():
     model = linear()
     programs = [trace_step(model, squares, vectors(rows), accumulate=2).program for rows in (4, 8)]
-    held = Accumulators()
-    (flat, one), (other_flat, other) = map(held.of, programs)
+    held = Memory()
+    (flat, one), (other_flat, other) = map(held.accumulators, programs)
     assert flat[0] is other_flat[0]
     assert all(one[name] is other[name] for name in one)
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in one.values())
@@ -146,7 +146,7 @@ def test_accumulators_lie_in_memory_as_gradients_do():
     model = linear()
     model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
     program = trace_step(model, squares, vectors(), accumulate=2).program
-    _, sums = Accumulators().of(program)
+    _, sums = Memory().accumulators(program)
     for name, param in model.named_parameters():
         assert sums[Accumulator(name)].stride() == param.stride()
 

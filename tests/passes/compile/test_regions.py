@@ -23,7 +23,7 @@ from stepgraph.passes.compile.regions import MATCHERS, tag_regions
 from stepgraph.passes.contract import NoOptions
 from stepgraph.passes.memory.rematerialize import rematerialize
 from stepgraph.run.interpreter import Interpreter
-from stepgraph.run.program import runner_of
+from stepgraph.run.program import plain_runner
 
 aten = torch.ops.aten
 PREPARE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "recompute"]
@@ -381,7 +381,7 @@ def test_what_runs_can_be_split_again(tools, compiled):
     ]
     module = split(step.executable, lambda node: "host" if node in host else "device")
     assert {piece.group for piece in module.children()} == {"host", "device"}
-    for a, b in zip(runner_of(step)(inputs), Interpreter(module)(inputs), strict=True):
+    for a, b in zip(plain_runner(step)(inputs), Interpreter(module)(inputs), strict=True):
         assert torch.equal(a, b)
 
 
