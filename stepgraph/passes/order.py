@@ -12,6 +12,7 @@ import stepgraph.passes.cleanup.constants
 import stepgraph.passes.cleanup.dead_code
 import stepgraph.passes.cleanup.index_gradients
 import stepgraph.passes.cleanup.masks
+import stepgraph.passes.cleanup.rows
 import stepgraph.passes.cleanup.views
 import stepgraph.passes.comm.async_tensor_parallel
 import stepgraph.passes.comm.bucket
@@ -61,6 +62,7 @@ ORDER = (
     "false_masks",  # masks that hide nothing, clamps that hold
     "dead_code",  # what nothing reads
     "index_gradients",  # gradients of an indexing without checking the indices again
+    "contiguous_rows",  # numerics: rows that lie channel by channel made contiguous where they begin
     "dedupe_unshards",  # one gather of each parameter per forward or backward
     "fuse_experts",  # numerics: experts of other libraries by our kernels
     "weight_experts",  # numerics: experts weighted before their last product
