@@ -46,7 +46,7 @@ class Step(Protocol):
 
 
 class EagerStep:
-    """The loop that everyone writes. Its forward and backward can be timed separately."""
+    """The loop that everyone writes."""
 
     def __init__(self, parts: Parts):
         self.parts = parts
@@ -61,15 +61,11 @@ class EagerStep:
         nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
         self.parts.optimizer.step()
 
-    def finish(self) -> None:
-        """`update`, and forget the gradients."""
-        self.update()
-        self.parts.optimizer.zero_grad(set_to_none=True)
-
     def __call__(self) -> torch.Tensor:
         loss = self.forward()
         loss.backward()
-        self.finish()
+        self.update()
+        self.parts.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     def figures(self) -> dict[str, Any]:

@@ -228,6 +228,6 @@ def serve(run: Run, answer: Callable[[dict[str, Any]], None]) -> None:
     answer(run.first_steps())
     for request in requests():
         if request["do"] == "round":  # steps queued one after another as a training loop does
-            answer({"step_ms": median(times(run.device, [run.step], request["steps"])[0])})
+            answer({"step_ms": median(times(run.device, run.step, request["steps"]))})
         else:
             answer(getattr(run, request["do"])(request))

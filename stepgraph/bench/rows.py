@@ -52,11 +52,6 @@ class ProviderRow:
 class Row(ProviderRow):
     """One model under one provider of ``bench step`` or ``bench model``. What was not or cannot be measured is null."""
 
-    fwd_ms: float | None = None
-    """Forward and loss, ms, timed separately from ``step_ms``; null for stepgraph, whose one graph has no such
-    boundary."""
-    bwd_ms: float | None = None
-    """Backward, likewise."""
     host_ms: float | None = None
     """CUDA: time until the call of a step returns, ms, from an idle device."""
     tokens_per_s: float | None = None
@@ -67,8 +62,6 @@ class Row(ProviderRow):
     """Loss of the first step, nats per token."""
     spread: list[float] | None = None
     """eager: how far each of ``losses`` moves, as a share of it, by rounding alone; the most of a few trials."""
-    rms_norm_kernels: list[str] | None = None
-    """CUDA, eager: the kernels of the model's RMSNorm, forward and backward."""
     per_s: float | None = None
     """``bench model``: tokens, of ViT images, per second at ``step_ms``."""
     peak_allocated_gib: float | None = None

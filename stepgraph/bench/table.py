@@ -135,10 +135,4 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     if settings["device"] == "cpu":
         notes.append("peak GiB: the process, its compiler included; step MiB: tensors alive in a step and not after it")
     notes.append(chosen["losses"])
-    notes += troubles(rows)
-    for row in rows:
-        if row.fwd_ms is not None:
-            notes.append(f"{row.provider}, timed separately: forward {row.fwd_ms:.4g} ms, backward {row.bwd_ms:.4g} ms")
-        if row.rms_norm_kernels:
-            notes.append(f"eager's RMSNorm ran {', '.join(row.rms_norm_kernels)}")
-    return notes
+    return notes + troubles(rows)

@@ -21,4 +21,3 @@ def test_every_installed_provider_is_right_and_timed_both_ways(op, tmp_path):
             assert ms < 1.1 * times[name, m, provider, "do_bench"]
     assert all(row.pct_copy < 110 for row in rows if row.timing == "graph")
     assert set(settings["host_us"]) == {f"{op} fwd", f"{op} bwd"}
-    assert all(names for names in settings["eager_kernels"].values())

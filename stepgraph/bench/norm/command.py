@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from stepgraph.bench.arguments import provider_names
-from stepgraph.bench.device import kernels_of
 from stepgraph.bench.norm.check import check_backward, check_forward, make_inputs
 from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
 from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow
@@ -154,7 +153,6 @@ class Run:
             "packages": _versions(PROVIDERS[name].package for name in self.names),
             "copy_gbps": [],
             "host_us": {},
-            "eager_kernels": {},
             "budget_s": options.budget,
             "seconds": 0.0,
             "left_out": [f"{m}x{n}" for m, n in self.shapes],
@@ -174,8 +172,6 @@ class Run:
             self._write()
             self._say(f"{number} of {len(self.shapes)}: {shape[0]}x{shape[1]} done")
         self.settings["copy_gbps"].append(copy_gbps(self.device))
-        if self.device.type == "cuda" and "eager" in self.names and self.rows:
-            self._eager_kernels(self.rows[0].m, self.rows[0].n)  # last: a profiler slows what comes after it
         self._write()
 
     def _shape(self, m: int, n: int) -> list[NormRow]:
@@ -257,15 +253,6 @@ class Run:
                     except Exception as error:  # as above; the rows say why
                         costs[name] = None
                         self._say(f"host cost of {name} {op} {direction}: {in_one_line(error)}")
-
-    def _eager_kernels(self, m: int, n: int) -> None:
-        inputs = [make_inputs(m, n, self.dtype, self.device)]
-        for op in self.options.ops():
-            provider = PROVIDERS["eager"](op, *self._params(op, n))
-            for direction in self.options.directions():
-                call = next(self._calls(provider, direction, inputs))
-                call()
-                self.settings["eager_kernels"][f"{op} {direction} {m}x{n}"] = kernels_of(call)
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.start

@@ -86,8 +86,6 @@ def _notes(settings: dict[str, Any], rows: Sequence[NormRow]) -> list[str]:
     for op, costs in settings["host_us"].items():
         words = [f"{name} {cost:.1f}" if cost is not None else f"{name} failed" for name, cost in costs.items()]
         notes.append(f"host cost of one {op} call, us: {', '.join(words)}")
-    for op, names in settings["eager_kernels"].items():
-        notes.append(f"eager's {op} ran {', '.join(names)}")
     if settings["left_out"]:
         notes.append(f"out of budget ({settings['budget_s']:g} s), left out: {', '.join(settings['left_out'])}")
     return notes

@@ -18,8 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.device import kernels_of, times
-from stepgraph.bench.harness import FIRST_STEPS, EagerStep, Parts, Run
+from stepgraph.bench.harness import FIRST_STEPS, Parts, Run
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.results import finite
 from stepgraph.bench.step.providers import PROVIDERS
@@ -64,21 +63,15 @@ class StepRun(Run):
 
     def parts(self) -> Parts:
         """See `make_parts`."""
-        self.made = make_parts(self.config, self.device)
-        return self.made
+        return make_parts(self.config, self.device)
 
     def finish(self, request: dict[str, Any]) -> dict[str, Any]:
         """Peak memory so far, then what would disturb the steps if it were measured among them."""
-        steps = request["steps"]
         answer: dict[str, Any] = super().finish(request) | {"loss": finite(self.losses[0])}
         if self.device.type == "cuda":
-            answer["host_ms"] = median(self._host_times(steps))
+            answer["host_ms"] = median(self._host_times(request["steps"]))
         else:
             answer["step_mem_gib"] = self._step_memory()
-        if isinstance(self.step, EagerStep):
-            answer |= self._forward_and_backward(self.step, steps)
-            if self.device.type == "cuda" and self.provider == "eager":
-                answer["rms_norm_kernels"] = self._rms_norm_kernels()
         if self.provider == "eager":
             answer["spread"] = self._spread()
         return answer
@@ -92,12 +85,6 @@ class StepRun(Run):
             self.step()
             spent.append(1000 * (time.perf_counter() - start))
         return spent
-
-    def _forward_and_backward(self, step: EagerStep, steps: int) -> dict[str, float]:
-        kept: list[torch.Tensor] = []
-        parts = [lambda: kept.append(step.forward()), lambda: kept.pop().backward(), step.update]
-        forward, backward, _ = times(self.device, parts, steps)
-        return {"fwd_ms": median(forward), "bwd_ms": median(backward)}
 
     def _step_memory(self) -> float:
         """GiB of tensors that one step has alive at its peak, beyond those alive between steps."""
@@ -113,7 +100,7 @@ class StepRun(Run):
         """How far each loss of the first steps moves, as a share of it, where nothing but rounding is another: the most
         of ``TRIALS``, in which each initial weight is off by a random part of a unit in the last place of the dtype
         that computes with it. It ends this provider's own step, whose memory it takes."""
-        del self.step, self.made
+        del self.step
         unit = torch.finfo(self.config.products_dtype).eps
         found = [0.0] * FIRST_STEPS
         for trial in range(TRIALS):
@@ -128,15 +115,6 @@ class StepRun(Run):
                 found[place] = max(found[place], abs(step().item() - expected) / abs(expected))
             del step, parts
         return found if all(map(math.isfinite, found)) else []
-
-    def _rms_norm_kernels(self) -> list[str]:
-        """The CUDA kernels of the model's first RMSNorm, forward and backward: torch may come with several."""
-        norm = next(module for module in self.made.model.modules() if isinstance(module, nn.RMSNorm))
-        dtype = self.config.products_dtype
-        x = torch.randn(4096, *norm.normalized_shape, dtype=dtype, device=self.device, requires_grad=True)
-        with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not torch.float32):
-            dy = torch.ones_like(norm(x))  # a first call may compile the kernel
-            return kernels_of(lambda: torch.autograd.grad(norm(x), x, dy))
 
 
 if __name__ == "__main__":

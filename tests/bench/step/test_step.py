@@ -68,15 +68,13 @@ def test_the_record_holds_every_figure(record):
         assert row["loss"] == row["losses"][0] == pytest.approx(math.log(64), rel=0.05)  # knows nothing of 64 tokens
         assert row["losses"][-1] < row["losses"][0]
         assert row["first_step_s"] > 0 and row["peak_mem_gib"] > 0 and row["step_mem_gib"] > 0
-        assert row["host_ms"] is row["rms_norm_kernels"] is None  # CUDA only
+        assert row["host_ms"] is None  # CUDA only
         assert row["versions"]["torch"] == importlib.metadata.version("torch")
     # fp32: 24 bits, of which a few updates lose some; what is trained wrongly is beyond all of it (see below).
     # On some CPUs the losses of this tiny model do not move at all.
     assert 0 <= max(rows["eager"]["spread"]) < 1e-5 and len(rows["eager"]["spread"]) == child.FIRST_STEPS
     assert rows["stepgraph-exact"]["spread"] is None
-    assert rows["eager"]["fwd_ms"] > 0 and rows["eager"]["bwd_ms"] > 0
     assert rows["eager"]["capture_s"] is rows["eager"]["compile_s"] is None
-    assert rows["stepgraph-exact"]["fwd_ms"] is rows["stepgraph-exact"]["bwd_ms"] is None
     assert 0 < rows["stepgraph-exact"]["capture_s"] <= rows["stepgraph-exact"]["first_step_s"]
 
 
@@ -150,7 +148,7 @@ def test_torch_compile_agrees_in_bf16(tmp_path):
     _, settings, rows = results.read(path)
     assert settings["models"]["golf"]["precision"] == "bf16"
     assert "losses agree with eager over 5 steps" in settings["models"]["golf"]["losses"]
-    assert rows[1].fwd_ms > 0 and rows[1].bwd_ms > 0 and rows[1].compile_s > 0
+    assert rows[1].compile_s > 0
 
 
 def test_every_process_has_the_same_weights_and_batch():
@@ -247,4 +245,3 @@ def test_compile_under_our_rules_and_autocast(tmp_path):
     assert record["settings"]["models"]["golf"]["model"]["residual_scales"]
     for row in record["rows"]:
         assert row["error"] is row["disagreement"] is None
-        assert row["fwd_ms"] > 0 and row["bwd_ms"] > 0
