@@ -199,6 +199,47 @@ def test_buffer_that_changes_its_form(value):
     assert "forward replaces layers.1.mean, a torch.float32 tensor of shape [4]" in message
 
 
+def follows(self, x):
+    self.mean = self.linear.bias.detach()
+    return x
+
+
+def copies(self, x):
+    self.mean, self.last = self.last, self.last
+    self.last.mul_(0.5)
+    return x
+
+
+def replaces_a_part(self, x):
+    self.last = x.detach().sum(0)
+    return x
+
+
+def one_of_two(self, x):
+    self.mean = x.detach().mean(0)
+    return x + self.twin.mean
+
+
+@pytest.mark.parametrize(
+    "function, change, message",
+    [
+        (follows, lambda m: None, "replaces layers.1.mean, and layers.1.linear.bias shares its old memory or its new"),
+        (
+            copies,
+            lambda m: m.register_buffer("last", torch.ones(4)),
+            "replaces layers.1.mean, and layers.1.last shares",
+        ),
+        (replaces_a_part, lambda m: m.register_buffer("last", m.mean[:]), "replaces layers.1.last, and layers.1.mean"),
+        (one_of_two, lambda m: m.twin.register_buffer("mean", m.mean), "replaces layers.1.mean in one of the modules"),
+    ],
+)
+def test_buffers_that_forward_makes_share_memory_or_share_it_no_more(function, change, message):
+    model = Model(function)
+    model.layers[1].twin = nn.Module()
+    change(model.layers[1])
+    assert message in refuse(function, model=model)
+
+
 def test_tensor_from_outside_that_requires_a_gradient():
     message = refuse(lambda self, x: x * OUTSIDE)
     assert re.search(
