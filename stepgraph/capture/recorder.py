@@ -439,6 +439,11 @@ def _refuse_written_constants(node: fx.Node) -> None:
     """A tensor that is no input is written: torch would also write into the user's own while it traces."""
     if is_mutating(node) and any(written.op == "get_attr" for written in written_arguments(node)):
         where = provenance(node)
+        if where.phase == "optimizer":
+            raise CaptureError(
+                "the optimizer's step writes into a tensor that is neither a parameter nor in its state; keep it in "
+                "optimizer.state[parameter]"
+            )
         raise CaptureError(
             f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
             "its buffer; register it as a buffer, and make a module outside the model part of it, or call its eval()"

@@ -15,7 +15,7 @@ from stepgraph.compat.replaced import replaced
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user hooked code to ``optimizer.step``, or to that of every optimizer."""
-    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    hooks = map(vars(optimizer).get, ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
     return any((*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 

@@ -288,6 +288,51 @@ class Sharing(Written):
         self.state.setdefault("n", 1)
 
 
+class Indexing(Written):
+    def update(self, p, grad, state, group):
+        state["n"] = state.get("n", 0) + 1
+        state.setdefault("last", torch.zeros(3, *p.shape))[state["n"] % 3] = grad
+
+
+class Twice(Written):
+    """Moments that are views of what is kept too."""
+
+    def update(self, p, grad, state, group):
+        if not state:
+            state["both"] = torch.zeros(2, *p.shape)
+            state["first"] = state["both"][0]
+        state["first"].add_(grad)
+        p.sub_(state["both"][0], alpha=group["lr"])
+
+
+class Following(Written):
+    """What it keeps of a parameter is the parameter."""
+
+    def update(self, p, grad, state, group):
+        p.sub_(grad + p - state.get("before", p * 0.5), alpha=group["lr"])
+        state["before"] = p.detach()
+
+
+class Averaging(Written):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.average = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def update(self, p, grad, state, group):
+        self.average[0].lerp_(self.param_groups[0]["params"][0], 0.1)
+
+
+class Around(optim.Optimizer):
+    """Another optimizer with something done after its step, without ``Optimizer.__init__``."""
+
+    def __init__(self, params):
+        self.inner = optim.AdamW(params)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
 LOG = []
 
 
@@ -302,6 +347,11 @@ class LoggingElsewhere(Written):
         (Asking, r"Asking.step \(.*test_own_step.py:\d+\) asks for the value of a tensor"),
         (Looping, r"Looping.step \(.*test_own_step.py:\d+\).*plain number"),
         (Assigning, r"Assigning.step assigns .data"),
+        (Indexing, r"step \(.*test_own_step.py:\d+\) uses a count as a plain number, such as an index"),
+        (Twice, r"Twice.step keeps state\['first'\] in the memory of state\['both'\]"),
+        (Following, r"Following.step keeps state\['before'\] in the memory of the parameter"),
+        (Averaging, "step writes into a tensor that is neither a parameter nor in its state"),
+        (Around, "Around.inner is another optimizer, AdamW"),
         (Logging, "Logging.step changes what its attributes hold"),
         (LoggingElsewhere, r"sets .*LOG from .* in Python"),
         (Marking, "Marking.step sets count of a parameter in Python"),

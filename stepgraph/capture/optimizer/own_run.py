@@ -21,6 +21,7 @@ from stepgraph.capture.optimizer.tape import TORCHS, Constant, Tape, is_number, 
 from stepgraph.capture.recorder import user_source
 from stepgraph.capture.state import unwrap
 from stepgraph.errors import CaptureError, first_line
+from stepgraph.graph.aliases import memory_span
 
 # The state of an optimizer while its own ``step`` is traced: dicts that note what ``step`` reads and makes
 
@@ -377,6 +378,7 @@ class Run:
             self._check_attributes(member)
         if self.optimizer.state is not self.state:
             raise CaptureError(f"{self.own.name}.step replaces its state as a whole; write into state[parameter]")
+        self._refuse_shared()
         taken = [part for m in self.members.values() for t in (m.tensor, *m.state.values()) for part in parts_of(t)]
         values = gradients.unshared([value for _, value in self._assigned], taken)
         for (before, _), value in zip(self._assigned, values, strict=True):
@@ -389,6 +391,27 @@ class Run:
         for key, value in vars(self.optimizer).items():
             if key not in OF_TORCH:
                 self._write_option(None, key, attributes.get(key), value)
+
+    def _refuse_shared(self) -> None:
+        """Raise where ``step`` leaves state in the memory of a parameter or of other state: eager's next step writes
+        both at once."""
+        found: dict[int, list[tuple[str, int, int, bool]]] = defaultdict(list)
+        for member in self.members.values():
+            held, owner = dict.get(self.state, member.tensor, {}), id(member.tensor)
+            entries = [("the parameter", member.tensor, False)]
+            for key, value in held.items():
+                given = {id(leaf) for leaf in self._before.get((owner, key), ((), ()))[1]}
+                leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel()]
+                entries += [(f"state[{key!r}]", t, id(t) not in given) for t in leaves if self._place(t) is None]
+            for name, part, is_new in ((name, part, new) for name, t, new in entries for part in parts_of(t)):
+                storage, start, end = memory_span(part)
+                for other, begin, stop, was_new in found[storage]:
+                    if start < stop and begin < end and (is_new or was_new):
+                        raise CaptureError(
+                            f"{self.own.name}.step keeps {name} in the memory of {other}, and a captured step keeps "
+                            "them apart; keep a clone()"
+                        )
+                found[storage].append((name, start, end, is_new))
 
     def _check_attributes(self, member: StandIn) -> None:
         """Raise if ``step`` has changed what is on a parameter."""

@@ -84,6 +84,12 @@ class OwnStep:
         self.step = _function(optimizer)
         #: Whether torch wrote its ``step``, which reads no attributes of parameters.
         self.is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        for key, value in vars(optimizer).items():
+            if isinstance(value, torch.optim.Optimizer):
+                raise ValueError(
+                    f"{self.name}.{key} is another optimizer, {type(value).__qualname__}, whose step() a captured step "
+                    "would not follow; give that one, and do what is around it between steps"
+                )
         for option, why in _REFUSED.items():
             if any(group.get(option) for group in optimizer.param_groups):
                 raise ValueError(f"{self.name}({option}=True) {why}; use {option}=False")

@@ -19,13 +19,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from stepgraph import compat
 from stepgraph.capture.python.values import equal
 from stepgraph.capture.recorder import is_user_file
+from stepgraph.errors import CaptureError
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,14 @@ class _Node:
 
     def guard_int(self, file: str, line: int) -> int:
         return int(self.number.known())
+
+    def wrap_int(self, other: int) -> NoReturn:  # to compare with it, as where it indexes a tensor
+        raise CaptureError(
+            f"the optimizer's step ({line_in_use()}) uses a count as a plain number, such as an index, which would be "
+            "a constant of the graph; compute with it by Python's operators and math, or keep it in a tensor"
+        )
+
+    wrap_float = wrap_bool = wrap_int
 
     def constant_int(self) -> None:
         return None
