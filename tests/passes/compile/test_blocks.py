@@ -17,7 +17,7 @@ from stepgraph.passes import configured, get, run_passes
 from stepgraph.passes.compile.blocks import consecutive
 from tests.distributed.ranks import in_fake_world
 
-EXPAND = dataclasses.replace(get("expand_optimizer"), needs_cuda=False)
+EXPAND = dataclasses.replace(get("expand_optimizer", small=0), needs_cuda=False)
 
 
 def kind(node):

@@ -17,7 +17,9 @@ from stepgraph.passes.memory.rematerialize import rematerialize
 from stepgraph.run.cuda_graph import run_watched
 
 CLEAN = ["remove_noop_views", "dedupe_casts", "dead_code"]
-EXPAND = replace(get("expand_optimizer"), needs_cuda=False)  # on a GPU it pays; its arithmetic is the same here
+EXPAND = replace(
+    get("expand_optimizer", small=0), needs_cuda=False
+)  # on a GPU it pays; its arithmetic is the same here
 
 
 def llama(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import stepgraph
-from stepgraph.capture import trace_step
+from stepgraph.capture import gradients, trace_step
 from stepgraph.graph import edit
 from stepgraph.passes import get, run_passes
 
-EXPAND = replace(get("expand_optimizer"), needs_cuda=False)  # on a GPU it pays; its arithmetic is the same here
+EXPAND = replace(
+    get("expand_optimizer", small=0), needs_cuda=False
+)  # on a GPU it pays; its arithmetic is the same here
 aten = torch.ops.aten
 
 
@@ -68,6 +70,67 @@ def test_an_update_left_out_changes_nothing(master):
         assert torch.equal(step(batch), plain(batch))
         assert not any(map(torch.equal, before, state))
         assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+class Wide(nn.Module):
+    """Ten small parameters and two that are not, as ``small=100`` has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 40), nn.Linear(40, 6)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(4))
+
+    def forward(self, x):
+        for norm in self.norms:
+            x = norm(x)
+        return self.down(F.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "masters", "skip", "masters, skip"])
+def test_small_parameters_stay_together(kind, monkeypatch):
+    """In the fused operator, whose bits they have, and clipped; the others as without them."""
+
+    def together(grads, params, limit, stages=None):  # as on a GPU
+        norm = gradients._total_norm(grads, params, False, stages)
+        scale = torch.clamp((norm + 1e-6).reciprocal() * limit, max=1.0)
+        return dict(zip(grads, aten._foreach_mul.Tensor(list(grads.values()), scale), strict=True)), norm
+
+    monkeypatch.setattr(gradients, "clip", together)
+    dtype = torch.bfloat16 if "masters" in kind else torch.float32
+    optimizer = stepgraph.MasterAdamW if "masters" in kind else functools.partial(torch.optim.AdamW, fused=True)
+    batch = {"x": torch.randn(4, 6, dtype=dtype), "y": torch.randn(4, 6, dtype=dtype)}
+    first = Wide().to(dtype)
+
+    def run(*passes, steps=4):
+        model = copy.deepcopy(first)
+        step = stepgraph.capture(
+            model, mse, batch, optimizer(model.parameters(), lr=0.01), max_grad_norm=0.1,
+            on_nonfinite="skip" if "skip" in kind else "update", passes=["inplace_update", *passes],
+        )  # fmt: skip
+        for i in range(steps):
+            if i == 2 and "skip" in kind:
+                step(batch | {"y": batch["y"] * float("nan")})
+            step(batch)
+        return dict(model.named_parameters()), step
+
+    expected, _ = run(steps=1)
+    found, _ = run(EXPAND.with_options(small=100), steps=1)
+    assert all(torch.equal(found[name], w) and not torch.equal(w, dict(first.named_parameters())[name])
+               for name, w in expected.items() if w.numel() <= 100)  # fmt: skip
+    expected, _ = run()
+    found, step = run(EXPAND.with_options(small=100))
+    report = step.report[-1]
+    assert report.changed == 2 and report.summary.endswith("10 small ones together by the fused kernel")
+    (update,) = (node for node in step.graph.nodes() if "_fused_" in str(node.target))
+    clips = [n for n in step.graph.nodes("optimizer") if n.target is aten._foreach_mul_.Tensor]
+    assert [len(n.args[0]) for n in clips] == [10]  # arithmetic clips the others
+    assert len(update.args[0]) == len(update.args[5]) == 10 and update.args[4] == []
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 1e-2)
+    _, step = run(EXPAND.with_options(small=100, several=11))
+    assert step.report[-1].changed == 12 and not any("_fused_" in str(n.target) for n in step.graph.nodes())
+    none, step = run(EXPAND.with_options(small=1000))
+    assert step.report[-1].changed == 0 and all(torch.equal(none[name], expected[name]) for name in expected)
 
 
 def test_other_updates_are_named():
