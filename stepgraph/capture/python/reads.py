@@ -186,6 +186,7 @@ class Reads:
                 self._whole.setdefault(id(vars(module)), (path, vars(module), None))
                 for held in parts_registered(vars(module)):  # they hold the trace's tensors inside, and only there
                     self._met[id(held)] = held
+                self._keep_hooks(path or "the model", module)
             for cls in dict.fromkeys(map(type, self.model.modules())):
                 self._meet("", cls)
             hooked = [(path, vars(module)[hooks]) for path, module in self.model.named_modules() for hooks in HOOKS]
@@ -328,6 +329,7 @@ class Reads:
             if kind == "module":
                 for held in (vars(value), *parts_registered(vars(value))):
                     self._keep_dict(path, held)
+                self._keep_hooks(path, value)
                 pending.append(("", type(value)))
                 continue
             if kind == "instance":
@@ -385,6 +387,11 @@ class Reads:
         """What a class of the user's has: its values, and methods whose code names what may be read."""
         return list(parts.parts_of_class(cls, lambda *_: True)) if of_program(cls.__module__) else []
 
+    def _keep_hooks(self, where: str, module: nn.Module) -> None:
+        """Keep the hooks of ``module``: forward may add some in its first call, and note that it has."""
+        for held in (vars(module)[hooks] for hooks in HOOKS):
+            self._whole.setdefault(id(held), (f"the hooks of {where}", held, _content(held)))
+
     def _keep_dict(self, where: str, held: dict, watched: dict | None = None) -> None:
         """Keep what ``held`` holds; ``watched``: the part of it that counts, all by default."""
         for key, value in (held if watched is None else watched).items():
@@ -414,6 +421,7 @@ class Reads:
                 if not values.is_slot(new := vars(cls)[key]):
                     found.append(Change(f"{cls.__module__}.{cls.__qualname__}.{key}", cls, key, ABSENT, new, False))
         own = {id(value) for module in self.model.modules() for value in vars(module).values()}
+        hooks = {id(vars(module)[kind]) for module in self.model.modules() for kind in HOOKS}
         for holder_id, (where, holder, before) in self._whole.items():
             if before is None:
                 known = self._keys.get(holder_id, ())
@@ -424,7 +432,8 @@ class Reads:
                     place = f"{where}.{key}" if where else key
                     found.append(Change(place, holder, key, ABSENT, holder[key], holder_id in self._of_model))
             elif not _same_content(before, now := _content(holder)):
-                found.append(Change(where, holder, None, before, now, holder_id in own and values.fake_inside(now)))
+                of_model = holder_id in hooks or (holder_id in own and values.fake_inside(now))
+                found.append(Change(where, holder, None, before, now, of_model))
         for where, holder, before in self._values.values():
             now = holder.get(ABSENT) if isinstance(holder, contextvars.ContextVar) else _copy(holder)
             if not _same(before, now):

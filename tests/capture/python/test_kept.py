@@ -1,5 +1,6 @@
 """What forward leaves in modules: tensors that it keeps in plain attributes, and conversions of what they have."""
 
+import copy
 import warnings
 
 import pytest
@@ -85,3 +86,40 @@ def test_a_conversion_in_forward_that_changes_nothing():
     assert step.verify(torch.randn(3, 4)).bitwise
     with pytest.raises(CaptureError, match=r"the model \(.*test_kept.*float32 tensor of Sequential.*convert it"):
         stepgraph.capture(Router(torch.float64), lambda m, x: m(x).mean(), torch.randn(3, 4), passes="exact")
+
+
+class Recording(nn.Module):
+    """Installs hooks in its first call, as transformers does for hidden states, and notes that it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.found, self.installed = [], False
+
+    def forward(self, x):
+        if not self.installed:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, out: self.found.append(out))
+            self.installed = True
+        self.layers(x)
+        found = list(self.found)
+        self.found.clear()
+        return found
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_hooks_that_the_first_call_installs_are_there_once(outside):
+    model, teacher = Recording(), Recording().requires_grad_(False)
+
+    def loss_fn(model, x):
+        targets = teacher(x) if outside else [x] * 3
+        return sum((y - target).square().mean() for y, target in zip(model(x), targets, strict=True))
+
+    step = stepgraph.capture(model, loss_fn, torch.randn(2, 4), passes="exact")
+    for rows in (2, 3, 5):
+        x = torch.randn(rows, 4)
+        captured = step(x)
+        plain = copy.deepcopy(model)
+        assert captured == loss_fn(plain, x)
+        assert len(plain(x)) == len(teacher(x)) == 3
+    assert not model.installed and all(not layer._forward_hooks for layer in model.layers)
