@@ -141,15 +141,21 @@ def trace_step(
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
     given = (*given, shapes, room, open_sizes)
     failed: ReplayError | None = None
-    for fill in FILLS if replays else ():
+    lines: frozenset[str] = frozenset()  # they read what the loss depends on, which may be the batch's
+    fills = list(FILLS) if replays else []
+    while fills:
         try:
-            return _traced(*given, fill)
+            return _traced(*given, (fills[0], lines))
         except ReplayError as error:
+            if error.source and error.source not in lines:
+                failed, lines = error, lines | {error.source}
+                continue
             failed = failed or error
         except AssertionError:  # a check of the loss, which the other numbers may pass
-            continue
+            pass
+        fills.pop(0)
     try:
-        return _traced(*given, None)  # the values that the loss depends on may be the batch's, see `KnownValues`
+        return _traced(*given, None)  # all that is read may be the batch's, see `KnownValues`
     except CaptureError as error:
         raise failed or error from None
 
@@ -218,12 +224,12 @@ class StepTrace:
         shapes: Mapping[str, Sequence[int]] | None = None,
         room: float = math.inf,
         open_sizes: OpenSizes | None = None,
-        fill: float | None = None,
+        replayed: tuple[float, frozenset[str]] | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
     ):
         # Not where Python runs again after the step, or where several ranks would draw for one batch.
-        self.hosted = hosted if fill is None and share is None else None
+        self.hosted = hosted if replayed is None and share is None else None
         self.draws = Draws()
         self.guard, self.exact = guard, exact
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
@@ -251,7 +257,7 @@ class StepTrace:
         self.landing: list[tuple[Slot, Wrapping | None]] = []
         self.reads = Reads(model, loss_fn, self.update.code() if self.update else {})
         self.reads.types.of_packages = open_sizes is not None
-        self.replay = None if fill is None else Replay(model, loss_fn, self.slots, self.mode, fill)
+        self.replay = None if replayed is None else Replay(model, loss_fn, self.slots, self.mode, *replayed)
         self.changes: list[Change] = []
         self.batch_reads = BatchReads({})
         self.kept = ""  # where modules keep tensors of the step
@@ -474,7 +480,7 @@ class StepTrace:
         if self.replay is None:
             return contextlib.nullcontext(lambda _: None)
         names = {id(t): slot.name for slot, t in zip(self.slots, tensors, strict=True)}
-        return self.replay.traced(names, batch, self._known.knows)
+        return self.replay.traced(names, batch, self._known.knows, self._known.knows_of_batch)
 
     def _check_repeats(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raise `RunAgain` if forward has calls of ``torch.utils.checkpoint`` that must run twice."""

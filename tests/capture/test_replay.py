@@ -130,6 +130,39 @@ def test_what_the_loss_reads_of_the_batch_alone_is_part_of_the_form():
     assert [step(batch) for batch in batches()] == losses
 
 
+def test_the_batch_may_decide_on_a_loss_that_also_stores_values():
+    def loss_fn(model, batch):
+        y = model(batch["x"]).square().mean(dim=1)
+        chosen = torch.nonzero(batch["mask"]).view(-1)
+        picked = y.index_select(0, chosen) if len(chosen) else y[:1] * 0
+        loss = nn.MSELoss()(picked, torch.zeros_like(picked)) + y[~batch["mask"]].sum()
+        seen.append((loss.item(), picked.shape[0], batch["x"].sum().item(), batch["rows"].sum().item()))
+        return loss
+
+    given = [batch | {"rows": torch.full((6,), i)} for i, batch in enumerate([*batches()[:2], *batches()])]
+    plain, model = linear(), linear()
+    seen = []
+    losses = [loss_fn(plain, batch) for batch in given]
+    expected, seen = seen, []
+    step = stepgraph.capture(model, loss_fn, given[0], passes="exact", replay=True)
+    assert seen == []
+    programs, after = [], lambda: None
+    for batch, loss in zip(given, losses, strict=True):
+        assert step(batch) == loss
+        after()
+        after = step.after
+        programs.append(step.program)
+    after()
+    assert seen == expected
+    assert programs[0] is programs[2] and programs[1] is programs[3]  # not by what is only stored
+    assert programs[0] is not programs[1]
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        p.grad = q.grad = None
+        loss_fn(plain, given[0]).backward()
+        step(given[0])
+        assert torch.equal(p.grad, q.grad)
+
+
 def test_a_read_of_another_branch():
     def loss_fn(model, batch):
         y = model(batch["x"])

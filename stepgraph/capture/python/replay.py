@@ -6,10 +6,16 @@ each step the function runs again as a *rehearsal*: modules are not called but g
 gave, operators give shapes alone, and a read gets the step's value. Python then branches, adds up and stores as in
 eager. Operators whose shapes depend on values (``x[mask]``) run on the step's tensors, which become outputs.
 
+Modules without parameters, such as a loss that the function makes, are Python like the rest.
+
 That is right only if nothing that is read reaches the loss. Each tensor of a run therefore has a *key*, made of the
 operator that made it and the keys of its arguments, back to the batch, to parameters, and to what modules gave. When a
 step is captured, rehearsals with made-up values must give the loss the key that the trace gave it, or the line that
 reads is refused. A rehearsal with the values of a step must do so too.
+
+What reaches the loss may still follow from the batch, as the places of a mask do: the lines that read it are then
+given what the batch holds, which belongs to the form of the step, see `KnownValues`. Other lines are not: a count
+that is only stored would capture each batch again.
 """
 
 import contextlib
@@ -49,7 +55,9 @@ def _made_up() -> contextlib.AbstractContextManager[None]:
 
 
 class ReplayError(CaptureError):
-    """Python reads a value in a way that rehearsals cannot serve."""
+    """Python reads a value in a way that rehearsals cannot serve. ``source``: the line that the loss depends on."""
+
+    source = ""
 
 
 class _Parted(Exception):
@@ -71,16 +79,25 @@ class Replay:
     """What one trace of a loss function found: see the module's docstring.
 
     ``wanted``: tensors of the trace that a rehearsal needs, by their keys, and ``sources``: the lines that read them.
+    ``fill``: what the trace reads there. ``lines``: those that read what the batch holds.
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable, slots: Sequence[Slot], mode: compat.FakeTensorMode, fill: float
+        self,
+        model: nn.Module,
+        loss_fn: Callable,
+        slots: Sequence[Slot],
+        mode: compat.FakeTensorMode,
+        fill: float,
+        lines: frozenset[str] = frozenset(),
     ):
         self._model, self._loss_fn, self._slots = model, loss_fn, slots
-        self.mode, self.fill = mode, fill
+        self.mode, self.fill, self.lines = mode, fill, lines
         self.wanted: dict[int, torch.Tensor] = {}
         self.sources: dict[int, str] = {}
         self.constants: dict[int, Any] = {}
+        #: What operators gave at these lines: by key, in leaves.
+        self.answers: dict[int, tuple[list[Any], Any]] = {}
         #: Calls of modules from outside of modules: the module, the key of its arguments, its result in leaves.
         self.calls: list[tuple[nn.Module, int, list[Any], Any]] = []
         self.loss: int | None = None
@@ -91,11 +108,11 @@ class Replay:
         return self._table.setdefault(of, len(self._table))
 
     @contextlib.contextmanager
-    def traced(self, names: Mapping[int, str], batch: Any, knows: Callable) -> Iterator[Callable]:
+    def traced(self, names: Mapping[int, str], batch: Any, knows: Callable, of_batch: Callable) -> Iterator[Callable]:
         """Inside, the trace runs the loss function; give its loss to what this yields. ``names``: of the model's
-        tensors, by their ids. ``knows``: whether a value follows from literals."""
+        tensors, by their ids. ``knows``: whether a value follows from literals; ``of_batch``: or from the batch."""
         self.batch = batch
-        run = _Trace(self, names, knows)
+        run = _Trace(self, names, knows, of_batch)
         try:
             with _made_up(), run.active():
                 yield run.end
@@ -174,7 +191,7 @@ class _Run(compat.TorchDispatchMode):
         plain = nn.Module.__call__
 
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if self.depth:
+            if self.depth or next(module.parameters(), None) is None:
                 return plain(module, *args, **kwargs)
             number, self.count = self.count, self.count + 1
             return self.outermost(number, lambda: plain(module, *args, **kwargs), module, self.of((args, kwargs)))
@@ -208,10 +225,13 @@ class _Run(compat.TorchDispatchMode):
         if self.depth or func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if _needs_values(func, args) or any(id(tensor) in self.hosted for tensor in given):
+        if any(id(tensor) in self.hosted for tensor in given):
             return self._with_values(func, args, kwargs, given)
         key = self.replay.key(str(func), self.of((args, kwargs)), self.epoch)
-        made = func(*args, **kwargs)
+        needs = _needs_values(func, args)
+        if needs and not self.is_answered(key, _deciding(func, args, given)):
+            return self._with_values(func, args, kwargs, given)
+        made = self.answer(key, func, args, kwargs) if needs else func(*args, **kwargs)
         for i, tensor in enumerate(pytree.tree_leaves(made)):
             if isinstance(tensor, torch.Tensor):
                 self.name(tensor, self.replay.key(key, i))
@@ -259,9 +279,20 @@ class _Run(compat.TorchDispatchMode):
 class _Trace(_Run):
     """The run that is traced: what is read is noted, and made up."""
 
-    def __init__(self, replay: Replay, names: Mapping[int, str], knows: Callable[[torch.Tensor], bool]):
+    def __init__(self, replay: Replay, names: Mapping[int, str], *knows: Callable[[torch.Tensor], bool]):
         super().__init__(replay, names)
-        self._knows = knows
+        self._knows, self._of_batch = knows
+
+    def is_answered(self, key: int, deciding: Sequence[torch.Tensor]) -> bool:
+        """Whether the batch says what an operator gives, and its line takes that."""
+        return user_frame(sys._getframe(2)) in self.replay.lines and all(map(self._of_batch, deciding))
+
+    def answer(self, key: int, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        made = func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten(made)
+        forms = [_form(x, self.replay.key(key, i)) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)]
+        self.replay.answers[key] = forms, spec
+        return made
 
     def outermost(self, number: int, run: Callable, module: nn.Module, arguments: int) -> Any:
         self.depth += 1
@@ -275,9 +306,7 @@ class _Trace(_Run):
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in self.keys:
                     self.name(leaf, self.replay.key("module", number, i))
-                with compat.without_modes():
-                    like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-                leaf = _Form(self.keys[id(leaf)], like, leaf.device, leaf.requires_grad)
+                leaf = _form(leaf, self.keys[id(leaf)])
             outputs.append(leaf)
         self.replay.calls.append((module, arguments, outputs, spec))
         return result
@@ -307,7 +336,17 @@ class _Rehearsal(_Run):
         called, given, outputs, spec = calls[number] if number < len(calls) else (None, 0, [], None)
         if called is not module or given != arguments:
             raise _Parted("a call of a module")
-        return pytree.tree_unflatten([self._made(x) if isinstance(x, _Form) else x for x in outputs], spec)
+        return self._given(outputs, spec)
+
+    def is_answered(self, key: int, deciding: Sequence[torch.Tensor]) -> bool:
+        """Whether the trace knew from the batch what an operator gives."""
+        return key in self.replay.answers
+
+    def answer(self, key: int, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        return self._given(*self.replay.answers[key])
+
+    def _given(self, leaves: Sequence[Any], spec: Any) -> Any:
+        return pytree.tree_unflatten([self._made(x) if isinstance(x, _Form) else x for x in leaves], spec)
 
     def _made(self, form: _Form) -> torch.Tensor:
         if form.key not in self.tensors:
@@ -325,10 +364,18 @@ class _Rehearsal(_Run):
 
 
 def _reaches_the_loss(source: str) -> ReplayError:
-    return ReplayError(
+    error = ReplayError(
         f"{source} reads a value of the step in Python, and the loss depends on it; a captured step computes the loss "
         "in one way for all values: use torch.where or masks there, and in Python only store what is read"
     )
+    error.source = source
+    return error
+
+
+def _form(tensor: torch.Tensor, key: int) -> _Form:
+    with compat.without_modes():
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _Form(key, like, tensor.device, tensor.requires_grad)
 
 
 def _filled(like: torch.Tensor, fill: float) -> torch.Tensor:
@@ -347,6 +394,14 @@ def _needs_values(func: Any, args: tuple) -> bool:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return isinstance(func, torch._ops.OpOverload) and not depends.isdisjoint(func.tags)
+
+
+def _deciding(func: Any, args: tuple, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The tensors, among those ``given`` to an operator, whose values it needs."""
+    if func is aten.masked_select.default:
+        return args[1:2]
+    masks = func is aten.index.Tensor
+    return [index for index in args[1] if index is not None and index.dtype == torch.bool] if masks else given
 
 
 def _has_effects(func: Any) -> bool:
