@@ -12,6 +12,7 @@ from stepgraph.kernels import attention, fp8, gelu, products  # noqa: F401  (the
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.lora import sums  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
+from stepgraph.kernels.norm import modulated  # noqa: F401
 from stepgraph.kernels.quant import nf4  # noqa: F401
 
 OpOverload = torch._ops.OpOverload
@@ -52,6 +53,7 @@ _PURE = {
     ours.sum_products.default, ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default,
     ours.cast_scaled_groups.default, ours.cast_packed_rows.default,
     ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.product.default,
+    ours.modulated_norm_backward.default, ours.gated_norm_backward.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.

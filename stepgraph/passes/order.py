@@ -47,6 +47,7 @@ import stepgraph.passes.moe.swiglu
 import stepgraph.passes.moe.unread
 import stepgraph.passes.moe.weighting
 import stepgraph.passes.norm.fuse
+import stepgraph.passes.norm.modulated
 import stepgraph.passes.optimizer.expand
 import stepgraph.passes.optimizer.inplace
 import stepgraph.passes.optimizer.offload  # noqa: F401  (passes register themselves)
@@ -85,6 +86,7 @@ ORDER = (
     "recompute",  # the memory policy
     "inplace_update",  # optimizer and clipping without copies
     "offload_optimizer",  # the optimizer's state on the host, updates in parts
+    "modulated_norm",  # numerics: norms that each sequence scales and shifts, with gates, by our kernel
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
     "fuse_casts",  # numerics: casts to fp8 in the kernel before
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits

@@ -120,6 +120,10 @@ def examples(t):
     yield "expert_places", (t(2, 16, dtype=I32), t(dtype=I32), 2048, 4096)
     yield "rows_begin", (t(512, 1024), order, 4, there, back, 2, "ep")
     yield "rows_begin", (t(4096, 1024), None, 1, back, there, 2, "ep")
+    statistics, of_sequence = [t(4, 64, 1, dtype=FP32)] * 2, t(4, 1, 1024)
+    modulated = t(4, 64, 1024), t(4, 64, 1024), *statistics, of_sequence, 1.0
+    yield "modulated_norm_backward", (*modulated, None)
+    yield "gated_norm_backward", (*modulated, t(4, 64, 1024), t(4, 64, 1024), of_sequence)
     yield "rows_end", (t(1), t(512, 1024), back, 2, "ep")
 
 
