@@ -271,17 +271,8 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
         raise ValueError(f"{folder / INDEX} has no weight_map of tensor to file; download it again")
     found: dict[str, _Header] = {}
     for file in sorted(set(weight_map.values())):
-        if Path(file).name != file:
-            raise ValueError(f"{folder / INDEX} names {file!r}, which is not a file of the folder; download it again")
-        for name, header in _read_header(folder / file).items():
-            if weight_map.get(name) != file:
-                raise ValueError(
-                    f"{folder / file} holds {name}, which the index does not place there; download it again"
-                )
-            found[name] = header
-    for name, file in weight_map.items():
-        if name not in found:
-            raise ValueError(f"{folder / file} lacks {name}, which the index places there; download it again")
+        here = _read_header(folder / file)
+        found |= {name: header for name, header in here.items() if weight_map.get(name) == file}
     return found
 
 
