@@ -37,10 +37,7 @@ from stepgraph.passes.attention.mask import Band, Masks, Pairs
 from stepgraph.passes.attention.nodes import BACKWARD, Attention, attention_of, copied_from, odd_scale, take_place
 from stepgraph.passes.contract import PassReport, StepGraph, Target, register
 
-# Which backend runs an attention: the one asked for, or the fastest measured one that takes it
-
-
-aten = torch.ops.aten
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
 #: What runs an operator, as the report names it.
 _CAPTURED = {
@@ -189,8 +186,6 @@ def refused(backend: Backend, decision: Decision, masks: Masks, options: Attenti
         why = backends.torch_refuses(backend, node, bool(found.backwards))
     return why
 
-
-aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
 #: Attention that is no choice of this pass: who chose it.
 _OTHERS = {
