@@ -6,7 +6,6 @@ traceback.
 
 import contextlib
 import dataclasses
-import errno
 import importlib
 import io
 import os
@@ -71,9 +70,6 @@ _READER_GONE = 141
 #: Seconds after which a command that still imports says so.
 _SPEAKS_AFTER_S = 5
 
-#: What a disk or device without room for the output says.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-
 #: For the commands that take the options of a run.
 _DESCRIPTIONS = {
     "train": "Train a language model from one captured step graph. --config FILE.toml, or the config.json of a run, "
@@ -88,7 +84,6 @@ _HOUSE = Path(__file__).parent
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
-    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # samples have letters that not every terminal knows
@@ -96,30 +91,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
         with _plain_warnings():
             status = _status(arguments)
         sys.stdout.flush()
-    except OSError as failure:
+    except BrokenPipeError:  # of `stepgraph --help | head`
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        if isinstance(failure, BrokenPipeError):  # of `stepgraph --help | head`
-            os.dup2(nowhere, sys.stderr.fileno())
-            status = _READER_GONE
-        elif failure.filename is None and failure.errno in _FULL:
-            print(f"error: the output cannot be written: {failure.strerror}", file=sys.stderr)
-            status = 1
-        else:
-            raise
+        os.dup2(nowhere, sys.stderr.fileno())
         os.dup2(nowhere, sys.stdout.fileno())
+        status = _READER_GONE
     sys.exit(status)
-
-
-def _open_streams() -> None:
-    """Give the null device to each of the three standard streams that this process was started without: the next file
-    would get its number, and what libraries print."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
 
 @contextlib.contextmanager
@@ -144,11 +121,6 @@ def _status(arguments: list[str]) -> int:
         return _dispatch(arguments)
     except ValueError as error:
         _tell(" ".join(str(error).split()))
-        return 2
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        print(f"error: {error.strerror}: {str(error.filename)[:80]}...", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # training saves and ends on its own
         if os.environ.get("RANK", "0") == "0":
@@ -257,20 +229,7 @@ def _helped(command: str, words: list[str]) -> bool:
     if named and command in ("train", "compile", "plan") and words[0] not in PRESETS:
         raise unknown_name("preset", words[0], PRESETS)
     read_values(words, f"stepgraph {command} {arguments}", options)  # a bad value does not wait for torch either
-    _require_compiler_cache()
     return False
-
-
-def _require_compiler_cache() -> None:
-    """Raise ``ValueError`` where torch cannot make the folder that it needs as soon as its compiler is imported."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    try:
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"TORCHINDUCTOR_CACHE_DIR={folder} cannot be made ({error.strerror}): unset it, or name a folder"
-        ) from error
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":

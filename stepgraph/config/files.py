@@ -77,8 +77,6 @@ def _parsed(path: Path) -> dict[str, Any]:
         values = read_json(path, tomllib.loads if path.suffix == ".toml" else json.loads)
     except OSError as error:
         raise ValueError(f"cannot read --config {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--config {path} is not UTF-8: save it as UTF-8") from error
     except ValueError as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(values, dict):

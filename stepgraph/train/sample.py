@@ -125,10 +125,6 @@ class Writer:
 
     def prompt(self, text: str) -> list[int]:
         """The tokens before the model's own. A document begins, as in training, after an end of text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the prompt is not UTF-8 ({error.reason}): write it as UTF-8") from error
         if isinstance(self.tokenizer, ChatTokenizer):
             return self.tokenizer.prompt([{"role": "user", "content": text}])
         return [self.tokenizer.eos_id, *self.tokenizer.encode(text).tolist()]

@@ -75,10 +75,7 @@ class TokenizerFiles:
         """The template next to the tokenizer, the one called default where there are several; None if there is none."""
         beside = None if self._path is None else self._path.parent / "chat_template.jinja"
         if beside is not None and beside.is_file():
-            try:
-                return beside.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{beside} is not UTF-8: copy it again from its model") from error
+            return beside.read_text(encoding="utf-8")
         given = self.settings.get("chat_template")
         if isinstance(given, list):
             named = [one for one in given if isinstance(one, dict)]
