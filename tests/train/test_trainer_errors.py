@@ -47,7 +47,7 @@ def write(path, content):
         (lambda tmp: ["--data", write(tmp / "a.jsonl", '{"text": "x"}\n{"text": \n')], "a.jsonl:2: not valid JSON"),
         (lambda tmp: ["--data", write(tmp / "a.parquet", b"PAR1 and no more")], "not a readable parquet file"),
         (lambda tmp: ["--data", write(tmp / "a.txt", "too little text")], "too few for one batch of batch_size=4"),
-        (lambda tmp: ["--tokenizer", write(tmp / "tokenizer.json", '{"model": ')], "tokenizer.json is not a tokenizer of"),
+        (lambda tmp: ["--tokenizer", write(tmp / "tokenizer.json", '{"model": ')], "is not a tokenizer"),
         (lambda tmp: ["--tokenizer", write(tmp / "tokenizer.json", '{"model": 1}')], "is not a tokenizer"),
         (lambda tmp: ["--model.vocab-size", 256], "the tokenizer has 257 tokens, the model 256"),
         (lambda tmp: ["--model.vocab-size", 2_000_000_000], "the model does not fit: its parameters alone take 953."),
