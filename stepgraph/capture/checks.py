@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.batch import has_values, shared_memory
@@ -21,7 +21,7 @@ from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
 from stepgraph.errors import CaptureError, unknown_name
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.provenance import provenance
+from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
 
@@ -458,19 +458,30 @@ def _refuse(message: str, exact: bool) -> None:
 
 
 def refuse_hidden_writes(step: StepGraph, leaves: Sequence[Any]) -> None:
-    """Raise if the graph writes into a leaf of the batch whose memory another one reaches by another storage, as
-    through NumPy: the trace, and so passes, see two tensors."""
-    apart = [(i, j) for i, j, _ in shared_memory(leaves) if len({*map(compat.storage_key, (leaves[i], leaves[j]))}) > 1]
-    if not apart:
-        return
-    writes = Aliases(step.graph).writes
-    written = {what.leaf for node, what in step.bound() if isinstance(what, BatchLeaf) and writes.get(node)}
-    for pair in apart:
-        if written.intersection(pair):
-            raise CaptureError(
-                f"the step writes into a tensor of the batch, of shape {list(leaves[pair[0]].shape)}, whose memory "
-                "another one shares through NumPy or DLPack; clone() one of them"
-            )
+    """Raise if forward or backward writes into memory that another tensor reaches and the graph does not know: through
+    NumPy or DLPack, or as a constant from outside that is a view of an input. ``leaves``: the batch's."""
+    live: dict[fx.Node, tuple[str, Any]] = {}
+    for (node, what), spec in zip(step.bound(), step.inputs, strict=True):
+        if isinstance(what, BatchLeaf):
+            live[node] = "a tensor of the batch", leaves[what.leaf] if what.leaf < len(leaves) else None
+        else:
+            live[node] = f"{what.kind} {what.name}", spec.tensor
+    for node in step.graph.find_nodes(op="get_attr"):
+        live[node] = "one from outside the model's state", getattr(step.module, node.target)
+    pairs = shared_memory([tensor for _, tensor in live.values()])
+    aliases, nodes = Aliases(step.graph) if pairs else None, list(live)
+    for pair in pairs:
+        roots = {aliases.root(nodes[i]): nodes[i] for i in pair[:2]}
+        for root, node in roots.items() if len(roots) > 1 else ():
+            if any(
+                phase_of(n) != "optimizer" for n, at in aliases.position.items() if at in aliases.writes.get(root, ())
+            ):
+                other = next(live[one] for one in roots.values() if one is not node)
+                raise CaptureError(
+                    f"the step writes into {live[node][0]}, whose memory {other[0]}, of shape {list(other[1].shape)}, "
+                    "shares as a view or through NumPy or DLPack, which a graph does not see; clone() one of them, or "
+                    "register both as buffers that are views of one tensor"
+                )
 
 
 def refuse_fake_constants(step: StepGraph) -> None:

@@ -240,6 +240,24 @@ def test_buffers_that_forward_makes_share_memory_or_share_it_no_more(function, c
     assert message in refuse(function, model=model)
 
 
+@pytest.mark.parametrize("share", [lambda t: t, lambda t: t[1:], lambda t: torch.from_numpy(t.numpy())])
+@pytest.mark.parametrize("name", ["plain", "other"])
+def test_a_buffer_that_is_written_and_read_by_another_name(share, name):
+    """A graph does not know that they are one."""
+
+    def forward(self, x):
+        self.mean.add_(1)
+        return x * getattr(self, name).sum()
+
+    model = Model(forward)
+    inner = model.layers[1]
+    if name == "plain":
+        inner.plain = share(inner.mean)
+    else:
+        inner.register_buffer("other", torch.from_numpy(share(inner.mean).numpy()))
+    assert "the step writes into buffer layers.1.mean, whose memory" in refuse(forward, model=model)
+
+
 def test_tensor_from_outside_that_requires_a_gradient():
     message = refuse(lambda self, x: x * OUTSIDE)
     assert re.search(
