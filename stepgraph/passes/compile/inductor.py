@@ -51,6 +51,11 @@ _INDEX_PUTS = (
 )
 
 
+#: Operators that take no negative positions, or values from 0 to 1 alone, which compiled code would accept.
+_CHECKED = (aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_)
+_CHECKED += (aten.binary_cross_entropy,)
+
+
 @dataclass(frozen=True)
 class InductorOptions:
     """``mode``: compile all, or only the regions that are tagged. ``rules``: on a GPU, fuse and tile reductions by
@@ -182,6 +187,8 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
         reason = reason or writes_without_a_word(node)
+        if packet(node) in (aten._assert_async, aten._functional_assert_async):
+            reason = "Inductor leaves it out"
         if reason:
             left[node] = reason
             return None
@@ -234,6 +241,8 @@ def _needs_gpu(node: fx.Node) -> str | None:
         return "Inductor compiles its backward for GPUs only"
     if node.target is aten._grouped_mm.default:
         return "Inductor takes grouped products in bf16 alone, and for a CPU knows another layout of their results"
+    if packet(node) in _CHECKED:
+        return "Inductor leaves out the check of its values"
     return None
 
 

@@ -322,3 +322,31 @@ def test_tangents_that_torch_does_not_store():
 
     step = stepgraph.capture(model, loss_fn, x, passes=["inductor"])
     torch.testing.assert_close(step(x), loss_fn(model, x).detach())
+
+
+CHECKED = {
+    "a negative row": (lambda y, b: y.index_select(0, b), torch.tensor([0, -1])),
+    "a negative row that is added to": (lambda y, b: torch.zeros(3, 4).index_add(0, b, y), torch.tensor([0, -1])),
+    "a negative row that is written": (lambda y, b: torch.zeros(3, 4).index_copy(0, b, y), torch.tensor([0, -1])),
+    "a probability of 2": (lambda y, b: nn.functional.binary_cross_entropy(y.sigmoid()[0, :2], b.float()), 2),
+    "an assertion": (lambda y, b: (torch._assert_async((b < 2).all()), y)[1], 2),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_what_eager_refuses_is_refused(name):
+    """Inductor takes negative positions for positions from the end, and leaves out other checks."""
+    function, bad = CHECKED[name]
+
+    def loss_fn(model, batch):
+        return function(model(batch["x"]), batch["b"]).square().mean()
+
+    batch = {"x": torch.randn(2, 4), "b": torch.tensor([0, 1])}
+    model = nn.Linear(4, 4)
+    step = stepgraph.capture(model, loss_fn, batch, passes=["inductor"])
+    torch.testing.assert_close(step(batch), loss_fn(model, batch).detach())
+    batch["b"] = bad if isinstance(bad, torch.Tensor) else torch.full((2,), bad)
+    with pytest.raises((IndexError, RuntimeError)):
+        loss_fn(model, batch)
+    with pytest.raises((IndexError, RuntimeError)):
+        step(batch)
