@@ -58,6 +58,13 @@ def explained(recorder: Recorder) -> Iterator[None]:
         if operator is not None:
             what, fix = _needs_value(recorder, path, operator, in_backward)
             raise CaptureError(f"{where}: {what}; {fix}") from error
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        called = [code.co_name for code in codes if code.co_filename.endswith("distributed_c10d.py")]
+        if names := [name for name in called if name != "wrapper"]:
+            raise CaptureError(
+                f"{where}: torch.distributed.{names[0]} works on its arguments unseen by a trace; use "
+                "torch.distributed._functional_collectives, whose functions return tensors"
+            ) from error
         if _is_users(error):
             error.add_note(f"raised in {path or 'the model'} ({source}) while the step was traced, with tensors that "
                            "have shapes and no values")  # fmt: skip

@@ -269,6 +269,7 @@ class Recorder:
         run = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            _refuse_wrapper(module)
             # No hooks: torch's transformer layers take another way where a module has one.
             if (path := paths.get(id(module))) is None:
                 return run(module, *args, **kwargs)
@@ -433,6 +434,17 @@ def _refuse_order(parameter: torch.Tensor, where: Provenance | None) -> None:
         f"torch.utils.checkpoint, such as in {path} ({source}), and eager adds up its gradients in another order than "
         "a captured step; use use_reentrant=False, or passes that round differently"
     )
+
+
+def _refuse_wrapper(module: nn.Module) -> None:
+    """Raise for a module whose gradients, or parameters, ranks exchange in hooks of torch's, which no trace runs."""
+    names = {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("torch.")}
+    found = names & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
+    if found and (found != {"DistributedDataParallel"} or module.process_group.size() > 1):
+        raise CaptureError(
+            f"a captured step would not exchange between ranks what torch's {found.pop()} does in hooks; give it the "
+            "plain model, sharded or replicated by stepgraph.parallel.parallelize(model, mesh)"
+        )
 
 
 def _refuse_written_constants(node: fx.Node) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,8 +16,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import stepgraph
+from stepgraph.errors import CaptureError
 from stepgraph.parallel import next_token_loss
 from tests.distributed.ranks import make_mesh, on_ranks, own_batch, parallel_model, whole_model
 
@@ -97,3 +101,30 @@ def test_fully_sharded():
 def test_fully_sharded_and_tensor_parallel():
     # torch's tensor parallelism adds its partial sums in other places; fp32 keeps that at the last digits.
     on_ranks(4, _compare, "fsdp=2,tp=2", torch.float32, 2e-5)
+
+
+def _check_wrapped():
+    model, batch = nn.Linear(4, 4), torch.randn(2, 4)
+    replicated = DistributedDataParallel(model)
+    for given, loss_fn in ((replicated, _mean_square), (model, lambda _, x: _mean_square(replicated, x))):
+        with pytest.raises(CaptureError, match="would not exchange between ranks what torch's DistributedDataParallel"):
+            stepgraph.capture(given, loss_fn, batch, passes="exact")
+    sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(CaptureError, match=r"torch's FSDPModule does in hooks.*parallelize\(model, mesh\)"):
+        stepgraph.capture(sharded, _mean_square, batch, passes="exact")
+
+    def loss_fn(model, x):
+        loss = _mean_square(model, x)
+        dist.all_reduce(loss.detach())
+        return loss
+
+    with pytest.raises(CaptureError, match=r"torch.distributed.all_reduce works on its arguments unseen"):
+        stepgraph.capture(nn.Linear(4, 4), loss_fn, batch, passes="exact")
+
+
+def _mean_square(model, x):
+    return model(x).square().mean()
+
+
+def test_models_that_torch_wrapped_and_its_collectives_are_refused():
+    on_ranks(2, _check_wrapped)
