@@ -13,18 +13,7 @@ from stepgraph.kernels.operator import operator
 Tensor = torch.Tensor
 
 
-def _check(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] and a.dtype is b.dtype
-    if not fits or (bias is not None and (bias.shape != b.shape[1:] or bias.dtype is not a.dtype)):
-        given = ", ".join(
-            f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in (a, b, bias) if t is not None
-        )
-        raise ValueError(
-            f"product got {given}; allowed are (M, K), (K, N) and a bias (N,) of one dtype: cast or reshape"
-        )
-
-
-@operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), launch=multiply, check=_check)
+@operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), launch=multiply)
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """``a @ b``, and ``bias`` added, with the bits of ``torch.mm`` and ``torch.addmm``.
 
@@ -37,7 +26,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         (M, N), contiguous, in that dtype.
 
     On a GPU the first call for a shape, unless a CUDA graph is being captured, times cuBLASLt's algorithms and torch's;
-    later calls use the fastest that gives torch's bits. Raises ``ValueError`` for other shapes and dtypes.
+    later calls use the fastest that gives torch's bits.
     """
     return by_torch(a, b, bias)
 

@@ -117,26 +117,8 @@ def run_backward(
     return grads
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> None:
-    q, k, v = query.shape, key.shape, value.shape
-    fits = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3] and q[3] == k[3]
-    if not fits or q[1] % k[1] or (is_causal and q[2] != k[2]):
-        raise ValueError(
-            f"flash4_attention got query {tuple(q)}, key {tuple(k)} and value {tuple(v)}{', causal' * is_causal}; "
-            "allowed is (B, H, T, D), (B, H_kv, S, D) and (B, H_kv, S, D_v) where H_kv divides H, and T = S if causal: "
-            "transpose them, or leave out is_causal"
-        )
-    dtypes = {x.dtype for x in (query, key, value)}
-    if len(dtypes) > 1 or (query.is_cuda and query.dtype not in _DTYPES) or not query.is_floating_point():
-        raise ValueError(
-            f"flash4_attention got {', '.join(sorted(map(str, dtypes)))}; allowed is one of bfloat16 and float16 for "
-            "all, on a CPU float32 and float64 too: cast them"
-        )
-
-
 @operator(
     lambda query, _, value, *__: _results(query, value), launch=run_forward,
-    check=lambda query, key, value, _, is_causal: _check(query, key, value, is_causal),
 )  # fmt: skip
 def flash4_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
@@ -153,14 +135,13 @@ def flash4_attention(
         (B, H, T, D_v) in the dtype of ``query``, its dimensions in memory in the order of the query's; and (B, H, T)
         in fp32, for fp64 in fp64.
 
-    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where the package is missing.
+    Raises ``ValueError`` on a GPU where the package is missing.
     """
     return reference(query, key, value, scale, is_causal)
 
 
 @operator(
     lambda _, *inputs: tuple(map(torch.empty_like, inputs[:3])), launch=run_backward,
-    check=lambda _, query, key, value, *rest: _check(query, key, value, rest[-2]),
 )  # fmt: skip
 def flash4_attention_backward(
     grad_out: Tensor,

@@ -60,15 +60,6 @@ def _nothing(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty(0, dtype=dtype)
 
 
-def check(x: Tensor, dtype: torch.dtype) -> None:
-    """Raises ``ValueError``, in one line, for what cannot be cast."""
-    if x.ndim != 2 or not x.is_floating_point() or dtype not in MOST:
-        raise ValueError(
-            f"a cast of {x.dtype} {tuple(x.shape)} to {dtype}; allowed is a floating-point matrix, to float8_e4m3fn or "
-            "float8_e5m2: reshape it, or choose one of the two"
-        )
-
-
 def _forms(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
     """Tensors for the two copies."""
     shapes = ((x.shape, rows), (x.shape[::-1], columns))
@@ -84,7 +75,7 @@ def _like_rows(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @operator(
     lambda x, amax, *options: (torch.empty_like(amax), *_forms(x, *options)),
-    launch="fp8.cast_triton:launch", check=lambda x, _, dtype, *__: check(x, dtype),
+    launch="fp8.cast_triton:launch",
 )  # fmt: skip
 def cast_scaled(
     x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
@@ -100,13 +91,11 @@ def cast_scaled(
     Returns:
         ``scale``, an fp32 scalar; ``(R, C)`` and ``(C, R)``, the transposed copy, both contiguous in ``dtype``; of the
         two, an empty tensor for what was not asked for.
-
-    Raises ``ValueError`` for another dtype.
     """
     return reference(x, amax, dtype, rows, columns)
 
 
-@operator(_like_rows, launch="fp8.cast_triton:launch_rows", check=lambda x, dtype, *_: check(x, dtype))
+@operator(_like_rows, launch="fp8.cast_triton:launch_rows")
 def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast a matrix to fp8 with a scale for each row, for each column, or both.
 
@@ -118,7 +107,5 @@ def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -
     Returns:
         ``(R, C)`` in ``dtype`` and its scales, (R,) fp32; ``(C, R)`` in ``dtype``, the transposed copy of what columns
         give, and its scales, (C,) fp32. All contiguous; empty tensors for what was not asked for.
-
-    Raises ``ValueError`` for another dtype.
     """
     return rows_reference(x, dtype, rows, columns)

@@ -13,7 +13,6 @@ themselves, which need not be read again at all.
 import torch
 
 from stepgraph.kernels.fp8 import cast
-from stepgraph.kernels.fp8.swiglu import check_alike
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
@@ -42,7 +41,6 @@ def _like_casts(x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dty
 
 @operator(
     lambda gate, _, columns: _empty(gate, columns), launch="fp8.swiglu_triton:launch_magnitudes",
-    check=lambda gate, up, _: check_alike("swiglu_magnitudes", gate, up),
 )  # fmt: skip
 def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``silu(gate) * up`` and its largest magnitudes.
@@ -54,8 +52,6 @@ def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, 
     Returns:
         The product, contiguous, in the shape and dtype of ``gate``; the magnitudes of its rows, (R,) fp32, R the number
         of rows, and of its columns, (C,) fp32, empty without ``columns``. NaN where one is among the values.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     y = (torch.nn.functional.silu(gate) * up).contiguous()
     return y, *_magnitudes(y, columns)
@@ -63,7 +59,6 @@ def swiglu_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, 
 
 @operator(
     _like_backward, launch="fp8.swiglu_triton:launch_backward_magnitudes",
-    check=lambda dy, gate, up, _: check_alike("swiglu_backward_magnitudes", gate, up, dy),
 )  # fmt: skip
 def swiglu_backward_magnitudes(
     dy: Tensor, gate: Tensor, up: Tensor, columns: bool
@@ -77,15 +72,13 @@ def swiglu_backward_magnitudes(
     Returns:
         The gradients of ``gate`` and ``up``, as the product of `swiglu_magnitudes`; then of each in turn the magnitudes
         of its rows and of its columns, as there.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     dgate = torch.ops.aten.silu_backward(dy * up, gate).contiguous()
     dup = (dy * torch.nn.functional.silu(gate)).contiguous()
     return dgate, dup, *_magnitudes(dgate, columns), *_magnitudes(dup, columns)
 
 
-@operator(_like_casts, launch="fp8.cast_triton:launch_by_magnitudes", check=lambda x, *rest: cast.check(x, rest[-1]))
+@operator(_like_casts, launch="fp8.cast_triton:launch_by_magnitudes")
 def cast_by_magnitudes(
     x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -98,8 +91,6 @@ def cast_by_magnitudes(
 
     Returns:
         As `cast_scaled_rows`.
-
-    Raises ``ValueError`` for another dtype.
     """
     results = []
     for side, amax in ((x, of_rows), (x.t(), of_columns)):

@@ -21,37 +21,19 @@ def reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
     return (y if bias is None else y + bias.float()).bfloat16()
 
 
-def _check(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, _: bool) -> None:
-    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1]
-    scales = fits and (scale_a.shape, scale_b.shape) in (((), ()), (a.shape[:1], b.shape[:1]))
-    if not scales or (bias is not None and bias.shape != b.shape[:1]):
-        bias_form = None if bias is None else tuple(bias.shape)
-        raise ValueError(
-            f"scaled_product got a {tuple(a.shape)}, b {tuple(b.shape)}, scales {tuple(scale_a.shape)} and "
-            f"{tuple(scale_b.shape)}, bias {bias_form}; allowed is a (M, K), b (N, K), scales () and () or (M,) and "
-            "(N,), bias (N,): transpose b, or cast both sides in one way"
-        )
-    if a.is_cuda and (a.shape[1] % 16 or b.shape[0] % 16):
-        raise ValueError(
-            f"scaled_product got a {tuple(a.shape)} and b {tuple(b.shape)}; allowed on a GPU are K and N that 16 "
-            "divides: leave this product in bf16"
-        )
-
-
-@operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16), check=_check)
+@operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16))
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
     """Multiply matrices in fp8.
 
     Args:
-        a, b: (M, K) and (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the latter.
+        a, b: (M, K) and (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the latter; on a GPU 16
+            divides K and N.
         scale_a, scale_b: fp32 scalars, or (M,) and (N,) fp32.
         bias: None, or (N,) bf16, added before the result is rounded.
         fast: on a GPU, leave sums in the tensor cores' accumulators, whose numbers are shorter than fp32's.
 
     Returns:
         (M, N), contiguous, bf16.
-
-    Raises ``ValueError`` for other shapes, and on a GPU where K or N is no multiple of 16.
     """
     if a.is_cuda:
         return compat.scaled_mm(a, b, scale_a, scale_b, bias, fast)

@@ -15,7 +15,6 @@ from collections.abc import Callable
 import torch
 
 from stepgraph.kernels.fp8.cast import rows_reference
-from stepgraph.kernels.fp8.formats import MOST
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
@@ -47,26 +46,9 @@ def empty_results(like: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor,
     return *kept, *casts[0], *casts[1]
 
 
-def check_alike(name: str, gate: Tensor, up: Tensor, dy: Tensor | None = None) -> None:
-    """Raises ``ValueError``, in one line, for what are no floating-point tensors of one shape and dtype."""
-    tensors = {of: t for of, t in {"dy": dy, "gate": gate, "up": up}.items() if t is not None}
-    if len({(t.shape, t.dtype) for t in tensors.values()}) > 1 or not gate.is_floating_point() or not gate.ndim:
-        given = ", ".join(f"{of} {t.dtype} {tuple(t.shape)}" for of, t in tensors.items())
-        raise ValueError(
-            f"{name} got {given}; allowed are floating-point tensors of one shape and dtype: convert one of them"
-        )
-
-
-def _check(name: str, dtype: torch.dtype, *tensors: Tensor) -> None:
-    if dtype not in MOST:
-        raise ValueError(f"{name} got {dtype}; allowed are float8_e4m3fn and float8_e5m2: choose one of the two")
-    check_alike(name, *tensors)
-
-
 @operator(
     lambda gate, _, *options: empty_results(gate, *options)[1:4],
     launch="fp8.swiglu_triton:launch",
-    check=lambda gate, up, dtype, _: _check("swiglu_cast_rows", dtype, gate, up),
 )
 def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     """``silu(gate) * up``, cast to fp8 with a scale for each row.
@@ -79,8 +61,6 @@ def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -
     Returns:
         The product, contiguous, in the shape and dtype of ``gate``, empty without ``keep``; (R, C) in ``dtype``, R the
         number of rows, and its scales, (R,) fp32.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     return reference(gate, up, dtype, keep)
 
@@ -88,7 +68,6 @@ def swiglu_cast_rows(gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool) -
 @operator(
     lambda dy, gate, _, *options: empty_results(gate, *options),
     launch="fp8.swiglu_triton:launch_backward",
-    check=lambda dy, gate, up, dtype, _: _check("swiglu_backward_cast_rows", dtype, gate, up, dy),
 )
 def swiglu_backward_cast_rows(
     dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, keep: bool
@@ -103,7 +82,5 @@ def swiglu_backward_cast_rows(
     Returns:
         The gradients of ``gate`` and ``up``, contiguous, in the shape and dtype of ``gate``, empty without ``keep``;
         of each in turn (R, C) in ``dtype``, R the number of rows, and its scales, (R,) fp32.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     return backward_reference(dy, gate, up, dtype, keep)

@@ -24,20 +24,7 @@ def reference(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = No
     return (total if bias is None else total + bias.to(wide)).to(a[0].dtype)
 
 
-def _check(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, _: float = 1.0) -> None:
-    pairs, (M, N) = list(zip(a, b, strict=False)), (a[0].shape[:1], b[0].shape[-1:]) if a and b else (None, None)
-    fits = len(a) == len(b) > 0 and all(x.ndim == y.ndim == 2 and x.shape[1] == y.shape[0] for x, y in pairs)
-    fits = fits and all(x.shape[:1] == M and y.shape[1:] == N for x, y in pairs)
-    tensors = [*a, *b, *([] if bias is None else [bias])]
-    if not fits or len({t.dtype for t in tensors}) > 1 or (bias is not None and bias.shape != b[0].shape[1:]):
-        given = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-        raise ValueError(
-            f"sum_products got {len(a)} and {len(b)} matrices{' and a bias' * (bias is not None)}: {given}; allowed "
-            "are pairs (M, K) and (K, N) of one M, N and dtype, and a bias (N,): cast or split the sum"
-        )
-
-
-@operator(lambda a, b, *_: a[0].new_empty(a[0].shape[0], b[0].shape[1]), check=_check)
+@operator(lambda a, b, *_: a[0].new_empty(a[0].shape[0], b[0].shape[1]))
 def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Add up products of matrices.
 
@@ -49,8 +36,6 @@ def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None =
 
     Returns:
         (M, N), contiguous, in that dtype; rounded to it after each product.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     out = a[0].new_empty(a[0].shape[0], b[0].shape[1])
     if bias is None:

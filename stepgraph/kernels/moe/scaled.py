@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
 from stepgraph.kernels.ahead import launching
-from stepgraph.kernels.fp8.cast import check, rounded, rows_reference, scale_of
+from stepgraph.kernels.fp8.cast import rounded, rows_reference, scale_of
 from stepgraph.kernels.fp8.formats import MULTIPLE, padded_rows
 from stepgraph.kernels.moe.grouped import _zero_past
 from stepgraph.kernels.moe.packed import E4M3, TAIL, new_packed, pack, unpack
@@ -73,47 +73,6 @@ def cast_reference(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tens
     return q, scale
 
 
-def _check_packed(x: Tensor) -> None:
-    check(x, E4M3)
-    if x.shape[1] % MULTIPLE:
-        raise ValueError(
-            f"cast_packed_rows got rows of {x.shape[1]} values; allowed are multiples of {MULTIPLE}: leave them in "
-            f"{x.dtype}"
-        )
-
-
-def _check_groups(x: Tensor, _: Tensor, dtype: torch.dtype) -> None:
-    check(unpack(x)[0] if x.dtype == torch.uint8 and x.ndim == 2 and x.shape[1] > TAIL else x, dtype)
-
-
-def _check(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True) -> None:
-    fits = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[2] + TAIL
-    fits = fits and weight_scale.shape == weight.shape[:2] and offsets.shape == weight.shape[:1]
-    if not (fits and (rows.dtype, weight.dtype, offsets.dtype) == (torch.uint8, E4M3, torch.int32)):
-        raise ValueError(
-            f"grouped_scaled_mm got rows {rows.dtype} {tuple(rows.shape)}, weight {weight.dtype} "
-            f"{tuple(weight.shape)}, its scales {tuple(weight_scale.shape)}, offsets {offsets.dtype} "
-            f"{tuple(offsets.shape)}; allowed is rows uint8 (R, D + {TAIL}), weight float8_e4m3fn (E, F, D), scales "
-            "(E, F), offsets int32 (E,): cast rows by cast_packed_rows and the weight by its rows"
-        )
-    if rows.is_cuda and weight.shape[1] % MULTIPLE:
-        raise ValueError(
-            f"grouped_scaled_mm got matrices of {weight.shape[1]} x {weight.shape[2]}; allowed on a GPU are multiples "
-            f"of {MULTIPLE}: leave these products in bf16"
-        )
-
-
-def _check_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> None:
-    fits = a.ndim == b.ndim == 2 and a.shape[1] == b.shape[1] and a.shape[1] % MULTIPLE == 0 and ends.ndim == 1
-    fits = fits and all(s.shape == (len(ends), len(x)) for x, s in ((a, scale_a), (b, scale_b)))
-    if not (fits and a.dtype == b.dtype == E4M3 and ends.dtype == torch.int32):
-        raise ValueError(
-            f"grouped_scaled_mm_weight got a {a.dtype} {tuple(a.shape)}, b {b.dtype} {tuple(b.shape)}, scales "
-            f"{tuple(scale_a.shape)} and {tuple(scale_b.shape)}, ends {ends.dtype} {tuple(ends.shape)}; allowed is "
-            "what cast_scaled_groups gives of two matrices in float8_e4m3fn and the same offsets: cast both by it"
-        )
-
-
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1], dtype=torch.bfloat16)
 
@@ -127,7 +86,7 @@ def _new_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 @operator(
     lambda x: new_packed(x, x.shape[1]), launch="moe.scaled_triton:launch_packed",
-    takes=lambda x: x.is_cuda and x.numel(), check=_check_packed,
+    takes=lambda x: x.is_cuda and x.numel(),
 )  # fmt: skip
 def cast_packed_rows(x: Tensor) -> Tensor:
     """Cast each row to float8_e4m3fn with a scale of its own.
@@ -138,13 +97,11 @@ def cast_packed_rows(x: Tensor) -> Tensor:
     Returns:
         (R, C + TAIL) uint8, contiguous: a row's C values in float8_e4m3fn and its scale in fp32, as `unpack` finds
         them, of the bits of `cast_scaled_rows`; after the scale there may be anything.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     return pack(*rows_reference(x, E4M3, True, False)[:2]) if x.numel() else new_packed(x, x.shape[1])
 
 
-@operator(lambda rows, weight, *_: _product(rows, weight), check=_check)
+@operator(lambda rows, weight, *_: _product(rows, weight))
 def grouped_scaled_mm(
     rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor, zero_rest: bool = True
 ) -> Tensor:
@@ -158,8 +115,6 @@ def grouped_scaled_mm(
 
     Returns:
         (R, F), contiguous, bf16; rows past ``offsets[-1]`` are zero.
-
-    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where 16 does not divide F.
     """
     if not rows.shape[0]:
         return _product(rows, weight)
@@ -179,7 +134,6 @@ def _launch(rows: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor,
 
 @operator(
     lambda a, b, _, __, ends: a.new_empty(len(ends), a.shape[0], b.shape[0], dtype=torch.bfloat16),
-    check=_check_weight,
 )
 def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
     """Multiply the two transposed copies, expert by expert.
@@ -191,15 +145,13 @@ def grouped_scaled_mm_weight(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Ten
 
     Returns:
         (E, M, N), contiguous, bf16; zeros for an expert without rows.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     if not a.is_cuda:
         return weight_reference(a, b, scale_a, scale_b, ends)
     return compat.scaled_grouped_mm(a, b.t(), scale_a.view(-1), scale_b.view(-1), ends).contiguous()
 
 
-@operator(_new_groups, launch="moe.scaled_triton:launch", check=_check_groups)
+@operator(_new_groups, launch="moe.scaled_triton:launch")
 def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the rows of experts into a transposed copy, with a scale for each expert and column.
 
@@ -212,8 +164,6 @@ def cast_scaled_groups(x: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[
     Returns:
         (C, R') in ``dtype``, R' as `padded_rows` says; (E, C) fp32, the scales; (E,) int32, where each expert's part
         ends. Past the last end there may be anything.
-
-    Raises ``ValueError`` for another dtype.
     """
     return (*cast_reference(x, offsets, dtype), padded_ends(offsets))
 

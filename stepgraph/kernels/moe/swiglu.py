@@ -52,30 +52,9 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in _DTYPES
 
 
-def _check(name: str, dy: Tensor | None, gate_up: Tensor, offsets: Tensor) -> None:
-    right = (
-        gate_up.ndim == 2
-        and gate_up.shape[1] % 2 == 0
-        and gate_up.is_floating_point()
-        and offsets.dtype == torch.int32
-        and offsets.ndim == 1
-        and offsets.shape[0] > 0
-        and (dy is None or (dy.dtype == gate_up.dtype and dy.shape == (gate_up.shape[0], gate_up.shape[1] // 2)))
-    )
-    if right:
-        return
-    given = {"dy": dy, "gate_up": gate_up, "offsets": offsets}
-    texts = [f"{key} {t.dtype} {tuple(t.shape)}" for key, t in given.items() if t is not None]
-    raise ValueError(
-        f"{name} got {', '.join(texts)}; allowed is gate_up (R, 2F) of a floating dtype, offsets int32 (E,) of one "
-        "expert or more, dy (R, F) in the dtype of gate_up: pass a grouped product of gate and up, and its offsets"
-    )
-
-
 @operator(
     lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2),
     launch="moe.swiglu_triton:launch", takes=_on_gpu,
-    check=lambda gate_up, offsets, *_: _check("swiglu_rows", None, gate_up, offsets),
 )  # fmt: skip
 def swiglu_rows(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """``silu(gate) * up`` for the rows of experts.
@@ -88,7 +67,7 @@ def swiglu_rows(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Ten
     Returns:
         (R, F), contiguous, in the dtype of ``gate_up``; rows past ``offsets[-1]`` are zero, and so is their gradient.
 
-    Raises ``ValueError`` for other shapes and dtypes. Deterministic, and the host does not wait for the GPU.
+    Deterministic, and the host does not wait for the GPU.
     """
     return reference(gate_up, offsets, zero_rest)
 
@@ -96,7 +75,6 @@ def swiglu_rows(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Ten
 @operator(
     lambda dy, gate_up, *_: gate_up.new_empty(gate_up.shape),
     launch="moe.swiglu_triton:launch_backward", takes=_on_gpu,
-    check=lambda dy, gate_up, offsets, *_: _check("swiglu_rows_backward", dy, gate_up, offsets),
 )  # fmt: skip
 def swiglu_rows_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """The gradient of what `swiglu_rows` got; it has none itself.
@@ -111,7 +89,7 @@ def swiglu_rows_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest
         (R, 2F), contiguous, in the dtype of ``gate_up``: the gradient of gate in the first F columns, that of up in the
         others; rows past ``offsets[-1]`` are zero.
 
-    Raises ``ValueError`` as `swiglu_rows`. Deterministic, and the host does not wait for the GPU.
+    Deterministic, and the host does not wait for the GPU.
     """
     return backward_reference(dy, gate_up, offsets, zero_rest)
 
@@ -123,7 +101,6 @@ def _like_cast(gate_up: Tensor, columns: int, keep: bool) -> tuple[Tensor, Tenso
 @operator(
     lambda gate_up, _, keep: _like_cast(gate_up, gate_up.shape[1] // 2, keep),
     launch="moe.swiglu_triton:launch_cast", takes=_on_gpu,
-    check=lambda gate_up, offsets, _: _check("swiglu_rows_cast", None, gate_up, offsets),
 )  # fmt: skip
 def swiglu_rows_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """``cast_packed_rows(swiglu_rows(gate_up, offsets))`` for the rows of experts. It has no gradient.
@@ -136,8 +113,6 @@ def swiglu_rows_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tens
     Returns:
         The product, (R, F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, F + TAIL) uint8.
         Rows past ``offsets[-1]`` hold anything.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     return with_cast(swiglu_rows(gate_up, offsets), keep)
 
@@ -145,7 +120,6 @@ def swiglu_rows_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tens
 @operator(
     lambda dy, gate_up, _, keep: _like_cast(gate_up, gate_up.shape[1], keep),
     launch="moe.swiglu_triton:launch_cast_backward", takes=_on_gpu,
-    check=lambda dy, gate_up, offsets, _: _check("swiglu_rows_cast_backward", dy, gate_up, offsets),
 )  # fmt: skip
 def swiglu_rows_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """``cast_packed_rows(swiglu_rows_backward(dy, gate_up, offsets))`` for the rows of experts.
@@ -158,8 +132,6 @@ def swiglu_rows_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep
     Returns:
         The gradients, (R, 2F) in the dtype of ``gate_up``, empty without ``keep``; the packed rows, (R, 2F + TAIL)
         uint8: one scale for both gradients of a row. Rows past ``offsets[-1]`` hold anything.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     return with_cast(swiglu_rows_backward(dy, gate_up, offsets), keep)
 

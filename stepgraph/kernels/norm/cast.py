@@ -37,17 +37,11 @@ def in_torch(
     return y, h, mean, rstd, q.view(y.shape), scale.view(y.shape[:-1])
 
 
-def _checked(norm: Norm, x: Tensor, *rest: Optional) -> None:
-    check(norm, x, *rest)
-    if not x.numel():
-        raise ValueError(f"norm_cast got x {tuple(x.shape)}; allowed is one row or more: leave the norm and its cast")
-
-
 @torch.library.impl("stepgraph::norm_cast", ("cpu", "cuda"))
 @launching("norm_cast")
 def _norm_cast(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h, cast) -> Results:
     norm = Norm(kind, eps, weight_offset, out_dtype)
-    _checked(norm, x, weight, bias, residual)
+    check(norm, x, weight, bias, residual)
     run = operators._triton().forward_cast if x.is_cuda else in_torch
     return run(norm, x, weight, bias, residual, keep_h, cast)
 
@@ -55,7 +49,7 @@ def _norm_cast(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, k
 @torch.library.register_fake("stepgraph::norm_cast")
 def _norm_cast_fake(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h, cast) -> Results:
     norm = Norm(kind, eps, weight_offset, out_dtype)
-    _checked(norm, x, weight, bias, residual)
+    check(norm, x, weight, bias, residual)
     y, h, mean, rstd = operators._like_forward(norm, x, residual, keep_h)
     values = torch.empty_like(y, dtype=FP8) if cast else None
     return y, h, mean, rstd, values, x.new_empty(x.shape[:-1], dtype=torch.float32)

@@ -302,14 +302,6 @@ def test_gradient_needs_the_sum():
         ops.norm(x, None, None, r, *RMS, False)
 
 
-@pytest.mark.parametrize("name", ["dy", "rstd", "mean", "dh"])
-def test_backward_refuses_shapes_it_would_read_beyond(name):
-    x = rows(4, 8)
-    tensors = {"dy": x, "h": x, "weight": None, "mean": None, "rstd": rows(4), "dh": None, name: rows(3)}
-    with pytest.raises(ValueError, match=r"a backward got \(3,\) on cpu; allowed is \(4"):
-        ops.norm_backward(*tensors.values(), *RMS, F32, True, False, False)
-
-
 def test_import_needs_no_triton():
     code = "import sys; sys.modules['triton'] = None; import torch; from stepgraph.kernels import rms_norm; "
     code += "print(rms_norm(torch.ones(2, 4)).sum().item())"

@@ -269,21 +269,6 @@ def test_what_the_package_is_called_with(monkeypatch):
         quack._tiles.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("shapes", "approximate", "why"),
-    [
-        (((4, 8), (16, 8), None), "none", r"allowed are \(M, K\), \(K, N\) and a bias"),
-        (((4, 8), (8, 16), (8,)), "none", r"allowed are \(M, K\), \(K, N\) and a bias"),
-        (((4, 8), (8, 16), None), "erf", "approximate='erf'; allowed: none, tanh"),
-    ],
-)
-def test_arguments_that_do_not_fit(shapes, approximate, why):
-    with pytest.raises(ValueError, match=why):
-        gelu.gelu_product(*(None if s is None else torch.zeros(s) for s in shapes), approximate)
-    with pytest.raises(ValueError, match=r"torch.float64"):
-        gelu.gelu_product(torch.zeros(4, 8), torch.zeros(8, 16, dtype=torch.float64), None, "none")
-
-
 def test_options():
     def names(*args, **options):
         return {p.name for p in chosen(StepOptions(*args, **options))}
