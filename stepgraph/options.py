@@ -203,7 +203,8 @@ class StepOptions:
     """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
 
     any_length: bool = False
-    """Compile for batches of any length: only the first compiles. Kernels may be slower than for one length."""
+    """Serve batches of any length: only the first is compiled, by kernels that may be slower than for one length, and
+    from the seventh on most are not traced."""
 
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest for

@@ -390,8 +390,9 @@ class CapturedStep:
         self._forms.keep(signature, bound)
         if self._lengths is not None:
             self._lengths.keep(bound)
-            for report in traced.program.reports:
-                report.notes += [self._lengths.note] if report.name == "inductor" and self._lengths.note else []
+            reports = traced.program.reports
+            for report in [r for r in reports if r.name == "inductor"] or reports[-1:]:
+                report.notes += [self._lengths.note] if self._lengths.note else []
         return bound
 
     def _rewrite(self, spec: StepSpec, traced: Traced) -> None:

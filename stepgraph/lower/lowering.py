@@ -20,6 +20,7 @@ from stepgraph.lower.spec import StepSpec
 from stepgraph.parallel.pipeline import Pipeline, StageGraphs
 from stepgraph.passes import (
     Passes,
+    StepOptions,
     Target,
     dry_run,
     prepare,
@@ -169,12 +170,14 @@ def _copied(step: StepGraph) -> StepGraph:
 
 
 def learn_lengths(spec: StepSpec) -> bool:
-    """Whether a step is to serve batches of any length. Before its first capture: trace a batch of half the length, and
-    so learn what depends on the length. Does nothing for other steps."""
+    """Whether a step is to serve batches of any length. Before its first capture, if it is compiled: trace a batch of
+    half the length, and so learn what depends on the length. Does nothing for other steps."""
     passes = dry_run(spec.passes, spec.disable, Target(spec.device.type))
-    other = None if passes is None else shorter(spec.batch)
+    if passes is None:
+        return isinstance(spec.passes, StepOptions) and spec.passes.any_length
+    other = shorter(spec.batch)
     if other is None:
-        return passes is not None
+        return True
     try:
         traced = trace(dataclasses.replace(spec, batch=other))
     except Exception as error:  # it is not the user's batch: a model may refuse it

@@ -1,6 +1,7 @@
 """Captures from one trace with open sizes: each is what a trace of its own gives, or the step is traced."""
 
 import contextlib
+import copy
 import logging
 import math
 import re
@@ -516,6 +517,32 @@ def test_a_new_length_that_takes_a_while_is_named(caplog, monkeypatch):
     step(batch_of(2, 7))
     said = [message for name, _, message in caplog.record_tuples if name == "stepgraph"]
     assert said == ["a batch of another form, batch['ids'] [2, 7]: tracing the step (1 s)"]
+
+
+@pytest.mark.parametrize("options", [{"passes": "exact"}, {"inductor": "off", "accumulate": 2}], ids=["exact", "off"])
+def test_lengths_go_without_a_trace_where_nothing_is_compiled(options):
+    """``any_length`` in exact steps, with eager's bits; and with passes that round, but no Inductor."""
+    accumulate = options.pop("accumulate", 1)
+    models = [Model(own_mask)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    passes = StepOptions(**options, any_length=True)
+    step = stepgraph.capture(
+        models[1], loss_fn, batch_of(2, 9), optimizers[1], accumulate=accumulate, max_grad_norm=1.0, passes=passes
+    )
+    for n in (9, 14, 11, 8, 5, 20, 12, 31):
+        total = 0
+        for part in zip(*(value.chunk(accumulate) for value in batch_of(2, n).values()), strict=True):
+            loss = loss_fn(models[0], dict(zip(batch_of(2, n), part, strict=True))) / accumulate
+            loss.backward()
+            total = total + loss.detach()
+        torch.nn.utils.clip_grad_norm_(models[0].parameters(), 1.0)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        found = step(batch_of(2, n))
+        assert torch.equal(found, total) if options.get("passes") == "exact" else torch.allclose(found, total)
+    notes = [note for bound in step._forms for r in bound.traced.program.reports for note in r.notes]
+    assert notes.count(lengths.NOT_TRACED) >= 4
 
 
 @pytest.mark.slow
