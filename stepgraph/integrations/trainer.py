@@ -11,7 +11,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,18 @@ from stepgraph.integrations import ranks
 
 logger = logging.getLogger(__name__)
 
-#: Where the number of targets of the whole step travels in the batch, next to the model's inputs.
-_TARGETS = "num_items_in_batch"
+#: Where the number of targets of the whole step travels in the batch, next to the model's inputs. GRPO's batches have
+#: a number of their own.
+_TARGETS = "Trainer's num_items_in_batch"
 #: Graphs of a run, after which an optimizer or limit that changes again is eager.
 _CAPTURES = 8
-#: The names in TRL's ``training_step`` where it adds nothing but activation offloading, which is refused by its option.
-_ONLY_OFFLOADS = {"super", "training_step", "maybe_activation_offload_context"}
+#: The names in TRL's ``training_step`` where it leaves gradients alone: one adds activation offloading, which is refused
+#: by its option, the other counts and takes the time.
+_LEAVE_GRADIENTS = (
+    {"super", "training_step", "maybe_activation_offload_context"},
+    {"super", "training_step", "time", "perf_counter", "_step", "_current_train_step_time", "_metrics", "append"}
+    | {"current_gradient_accumulation_steps"},
+)
 
 
 class GraphTrainer(Trainer):
@@ -90,6 +96,7 @@ class GraphTrainer(Trainer):
         #: By what the graph has taken from the trainer: number of microbatches, their class, limit and optimizer.
         self._steps: dict[tuple, CapturedStep] = {}
         self._apart: dict[tuple, CapturedStep] = {}
+        self._uncaptured: set[tuple] = set()
         self._waiting: list[dict[str, Any]] = []
         #: As the first microbatch of a step comes: what says whether Python reads anything else later, how often each
         #: tensor of the model was written, states of generators. Then whether these have moved before a later one.
@@ -125,14 +132,6 @@ class GraphTrainer(Trainer):
             raise ValueError(
                 "activation_offloading=True is part of TRL's training_step, which a graph replaces; drop it"
             )
-        bases = type(self).__mro__
-        for owner in bases[bases.index(GraphTrainer) + 1 : bases.index(Trainer)]:
-            own = vars(owner).get("training_step")
-            if own is not None and set(inspect.unwrap(own).__code__.co_names) != _ONLY_OFFLOADS:
-                raise ValueError(
-                    f"{owner.__name__}.training_step would not run: a graph replaces training_step; move what it does "
-                    "into compute_loss or a callback"
-                )
         if self._spec is not None and self._spec.cp > 1:
             self._refuse_losses_of_logits()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -270,7 +269,7 @@ class GraphTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As ``Trainer.train``."""
-        for of_another_run in (self._steps, self._apart, self._waiting, self._reported):
+        for of_another_run in (self._steps, self._apart, self._uncaptured, self._waiting, self._reported):
             of_another_run.clear()
         self._after = None
         try:
@@ -291,8 +290,22 @@ class GraphTrainer(Trainer):
     ) -> torch.Tensor:
         """Run the step whose last microbatch is ``inputs``; for one before, keep it. Returns the loss, detached.
 
-        The loss of a step comes with its last microbatch; the others give 0, and ``Trainer`` logs the sum.
+        The loss of a step comes with its last microbatch; the others give 0, and ``Trainer`` logs the sum. The
+        ``training_step`` of a trainer that this is a mix-in for runs around that.
         """
+        plain = Trainer.training_step
+
+        def captured(trainer: "GraphTrainer", *args: Any, **kwargs: Any) -> torch.Tensor:
+            with replaced(Trainer, training_step=plain):  # what a loss may read is as ever
+                return trainer._captured_step(*args, **kwargs)
+
+        with replaced(Trainer, training_step=captured):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _captured_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """In the place of ``Trainer.training_step``."""
         if _is_replaced(self.accelerator, "backward", Accelerator):
             raise ValueError("accelerator.backward was replaced, and a captured step does not call it; scale the loss")
         model.train()
@@ -304,20 +317,23 @@ class GraphTrainer(Trainer):
         self._class = type(inputs)
         # A number of targets without dimensions is the same for every microbatch.
         self._waiting.append({**inputs, _TARGETS: num_items_in_batch})
-        if self.args.gradient_accumulation_steps > 1 and self._calls("on_substep_end"):
+        between = self._calls("on_substep_end") or self._has_own_step()
+        if self.args.gradient_accumulation_steps > 1 and between:
             if self._mesh is not None:
                 raise ValueError(
-                    "over several GPUs a captured step has no gradients at on_substep_end: remove that callback"
+                    "over several GPUs a captured step has no gradients between microbatches: remove the callback with "
+                    "on_substep_end, or the training_step of your own"
                 )
-            return self._gradients_apart(model, [self._waiting.pop()], self.current_gradient_accumulation_steps)
+            with _trl_in_a_graph():
+                return self._gradients_apart(model, [self._waiting.pop()], self.current_gradient_accumulation_steps)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         microbatches, self._waiting = self._waiting, []
         if self._mesh is not None:
             microbatches = self._alike(microbatches)
         random = self._random() if self._drawn else []
-        with _trl_scores_every_position():
-            loss = self._step(model, microbatches)
+        with _trl_in_a_graph():
+            loss = self._graph_step(model, microbatches)
         if random and not all(map(torch.equal, random, self._random())):
             raise ValueError(
                 "random numbers are drawn between the microbatches of a step, which run as one graph at its end, and "
@@ -352,17 +368,25 @@ class GraphTrainer(Trainer):
         device = self.args.device
         return [*RandomState([device] if device.type == "cuda" else []).states().values()]
 
-    def _step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
+    def _graph_step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
         if vars(self.accelerator).get("clip_grad_norm_") is self._clip:
             vars(self.accelerator).pop("clip_grad_norm_", None)
         count, optimizer = len(microbatches), getattr(self.optimizer, "optimizer", self.optimizer)
         key = count, self._class, max(self.args.max_grad_norm, 0), optimizer
         often = key not in self._steps and len(self._steps) >= _CAPTURES
-        if often or self._changes_gradients(model) or len({_form(batch) for batch in microbatches}) > 1:
+        if (
+            key in self._uncaptured
+            or often
+            or self._changes_gradients(model)
+            or len({_form(batch) for batch in microbatches}) > 1
+        ):
             return self._gradients_apart(model, microbatches, count)
         batch = _together(microbatches)
         if key not in self._steps:
-            self._steps[key] = self._capture(model, batch, count)
+            try:
+                self._steps[key] = self._capture(model, batch, count)
+            except ValueError as error:  # of the optimizer, or of microbatches that differ, or the loss raises it too
+                return self._without_optimizer(model, microbatches, key, error)
         step = self._steps[key]
         loss = step(batch)
         if EACH in step.metrics:
@@ -371,6 +395,19 @@ class GraphTrainer(Trainer):
         self._store(step)
         # What is logged: gradients are clipped already, and gone.
         self._clip_once(lambda *args, **kwargs: step.metrics["grad_norm"])
+        return loss
+
+    def _without_optimizer(
+        self, model: nn.Module, microbatches: list[dict[str, Any]], key: tuple, error: ValueError
+    ) -> torch.Tensor:
+        """Gradients alone by graphs, because of ``error``, which is raised if it is theirs too."""
+        if self._mesh is not None:  # an update that no graph has may need whole parameters
+            raise error
+        try:
+            loss = self._gradients_apart(model, microbatches, key[0], f"{error}")
+        except ValueError:
+            raise error from None
+        self._uncaptured.add(key)
         return loss
 
     def _clip_once(self, clip: Callable) -> None:
@@ -401,20 +438,31 @@ class GraphTrainer(Trainer):
         return (
             self._calls("on_pre_optimizer_step")
             or self._calls("on_optimizer_step")
-            or _is_replaced(self, "training_step", GraphTrainer)
+            or self._has_own_step()
             or _is_replaced(model, "zero_grad", nn.Module)
             or _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator)
             or any(_is_replaced(self, name, Trainer) for name in own if hasattr(Trainer, name))
         )
 
+    def _has_own_step(self) -> bool:
+        """Whether a ``training_step`` may read or change gradients: one around this one, or the trainer's own."""
+        bases = type(self).__mro__
+        steps = [vars(owner).get("training_step") for owner in bases[: bases.index(Trainer)] if owner != GraphTrainer]
+        names = [set(inspect.unwrap(step).__code__.co_names) for step in steps if step is not None]
+        return "training_step" in vars(self) or not all(one in _LEAVE_GRADIENTS for one in names)
+
     def _calls(self, event: str) -> bool:
         """Whether a callback runs at ``event``."""
         return any(_is_replaced(one, event, TrainerCallback) for one in self.callback_handler.callbacks)
 
-    def _gradients_apart(self, model: nn.Module, microbatches: list[dict[str, Any]], count: int) -> torch.Tensor:
+    def _gradients_apart(
+        self, model: nn.Module, microbatches: list[dict[str, Any]], count: int, why: str = ""
+    ) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
         alike = len({_form(batch) for batch in microbatches}) == 1
-        if alike:
+        if why:
+            fix = "change that"
+        elif alike:
             why, fix = "a callback, clipping, training_step or zero_grad may change gradients", "leave it out"
         else:
             why = "microbatches of one step differ in shape, or in values that are no rows"
@@ -457,9 +505,10 @@ class GraphTrainer(Trainer):
         if after is not None:
             self._storing, (run, changed, (state.global_step, state.epoch)) = True, after
             try:
-                if said := changed():
-                    warn_caller(f"{said} before compute_loss stored it of the last step: store it in a callback")
-                run()
+                with _trl_in_a_graph():
+                    if said := changed():
+                        warn_caller(f"{said} before compute_loss stored it of the last step: store it in a callback")
+                    run()
             finally:
                 self._storing, (state.global_step, state.epoch) = False, now
 
@@ -546,12 +595,21 @@ def _without_triton(_device: torch.device) -> bool:
     return False
 
 
-def _trl_scores_every_position() -> contextlib.AbstractContextManager[None]:
+def _untimed(*_: Any) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _trl_in_a_graph() -> Iterator[None]:
     """Inside, TRL's heads score masked positions too, as they do where there is no Triton: on a GPU they would pick the
-    others by a mask, and shapes would depend on values."""
-    utils = sys.modules.get("trl.trainer.utils")
-    known = hasattr(utils, "_use_triton")
-    return replaced(utils, _use_triton=_without_triton) if known else contextlib.nullcontext()
+    others by a mask, and shapes would depend on values. Its losses are not timed: that reads the number of the step."""
+    utils, profiling = (sys.modules.get(f"trl.{name}") for name in ("trainer.utils", "extras.profiling"))
+    with contextlib.ExitStack() as inside:
+        if hasattr(utils, "_use_triton"):
+            inside.enter_context(replaced(utils, _use_triton=_without_triton))
+        if hasattr(profiling, "profiling_context"):
+            inside.enter_context(replaced(profiling, profiling_context=_untimed))
+        yield
 
 
 def _form(microbatch: dict[str, Any]) -> tuple:

@@ -207,18 +207,26 @@ def test_what_is_refused(tmp_path, options, match):
         GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(4))
 
 
-class Doubles(Trainer):
+class Reverses(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
-        return super().training_step(model, inputs | {"labels": inputs["labels"] * 2}, num_items_in_batch)
+        return super().training_step(model, inputs | {"input_ids": inputs["input_ids"].flip(1)}, num_items_in_batch)
 
 
-def test_a_training_step_that_a_graph_would_replace_is_refused(tmp_path):
-    class Mixed(GraphTrainer, Doubles):
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_training_step_of_another_trainer_runs_around_the_captured_one(tmp_path, accumulation):
+    class Mixed(GraphTrainer, Reverses):
         pass
 
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    with pytest.raises(ValueError, match=r"Doubles\.training_step would not run.* into compute_loss or a callback"):
-        Mixed(model=qwen(), args=arguments, train_dataset=sequences(4))
+    ends = []
+    for kind, own in ((Reverses, {}), (Mixed, {"passes": "exact"})):
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, report_to=[],
+            use_cpu=True, disable_tqdm=True, save_strategy="no", gradient_accumulation_steps=accumulation,
+        )  # fmt: skip
+        trainer = kind(model=qwen(), args=arguments, train_dataset=sequences(8), **own)
+        trainer.train()
+        ends.append(([log["loss"] for log in trainer.state.log_history[:-1]], trainer))
+    check_same(*ends)
 
 
 def test_several_gpus_are_refused(tmp_path):
@@ -363,8 +371,56 @@ class Halves:
         return loss
 
 
-def test_a_subclass_that_changes_gradients(tmp_path):
-    check_same(*of_kind(Halves, output_dir=str(tmp_path), optim="sgd"))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_subclass_that_changes_gradients(tmp_path, accumulation):
+    options = {"gradient_accumulation_steps": accumulation, "optim": "sgd"}
+    check_same(*of_kind(Halves, output_dir=str(tmp_path), **options))
+
+
+class HasANumberOfItsOwn:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        return model(**inputs).loss * inputs.pop("num_items_in_batch") / num_items_in_batch
+
+
+def numbered(rows):
+    return dict(encoded(rows)) | {"num_items_in_batch": torch.tensor(3.0)}
+
+
+def test_a_batch_with_a_number_of_items_of_its_own(tmp_path):
+    check_same(*of_kind(HasANumberOfItsOwn, numbered, output_dir=str(tmp_path), remove_unused_columns=False))
+
+
+class Wavers(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.norm().item() > 1e-3:
+                    p.data.sub_(p.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_optimizer_that_no_graph_can_have_updates_in_eager_mode(tmp_path, caplog, accumulation):
+    ends = []
+    for kind in (Trainer, GraphTrainer):
+        model = qwen()
+        options = {"optimizers": (Wavers(model.parameters(), lr=0.1), None)}
+        given = {"count": 8, "gradient_accumulation_steps": accumulation, "trainer_options": options}
+        ends.append(trained(kind, tmp_path / kind.__name__, model, **given))
+    check_same(*ends)
+    (said,) = [one.getMessage() for one in caplog.records if "in eager mode" in one.getMessage()]
+    assert "Wavers.step" in said and "\n" not in said
+    assert ends[1][1].captured is None
+
+
+def test_an_error_of_the_loss_is_not_taken_for_the_optimizers(tmp_path):
+    class Reads:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = model(**inputs).loss
+            return loss if loss > 1e9 else loss * 2
+
+    with pytest.raises(CaptureError, match="reads a value of the step in Python, and the loss depends on it"):
+        of_kind(Reads, output_dir=str(tmp_path))
 
 
 class Preferred:

@@ -20,6 +20,10 @@ from transformers import (  # noqa: E402  # noqa: E402
 from trl import (  # noqa: E402
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -39,6 +43,14 @@ class GraphSFT(GraphStep, SFTTrainer):
 
 
 class GraphDPO(GraphStep, DPOTrainer):
+    pass
+
+
+class GraphKTO(GraphStep, KTOTrainer):
+    pass
+
+
+class GraphGRPO(GraphStep, GRPOTrainer):
     pass
 
 
@@ -86,6 +98,16 @@ def pairs():
     )
 
 
+def liked():
+    return Dataset.from_list(
+        [{"prompt": words(3, i), "completion": " " + words(4, 50 + i), "label": i % 3 > 0} for i in range(8)]
+    )
+
+
+def prompts():
+    return Dataset.from_list([{"prompt": words(3, i)} for i in range(8)])
+
+
 CASES = {
     "sft": (SFTTrainer, GraphSFT, SFTConfig, chats, model, dict),
     "dpo": (DPOTrainer, GraphDPO, DPOConfig, pairs, model, lambda: {"ref_model": model()}),
@@ -102,6 +124,12 @@ CASES = {
     ),
     "adapter": (DPOTrainer, GraphDPO, DPOConfig, pairs, model, adapter),
     "reward": (RewardTrainer, GraphReward, RewardConfig, pairs, scorer, dict),
+    "liked": (KTOTrainer, GraphKTO, KTOConfig, liked, model, lambda: {"ref_model": model()}),
+    "generated": (
+        *(GRPOTrainer, GraphGRPO, GRPOConfig, prompts, model),
+        lambda: {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]},
+        {"num_generations": 2, "max_completion_length": 4, "num_iterations": 2, "eval_strategy": "no"},
+    ),
 }
 
 
@@ -109,25 +137,26 @@ def trained(trainer, folder, config, data, model, others, options=None):
     arguments = config(
         output_dir=str(folder), report_to=[], use_cpu=True, disable_tqdm=True, per_device_train_batch_size=2,
         num_train_epochs=2, save_strategy="no", bf16=False, gradient_checkpointing=False, learning_rate=1e-2,
-        eval_strategy="epoch", **{"logging_steps": 2} | (options or {}),
+        **{"eval_strategy": "epoch", "logging_steps": 2} | (options or {}),
     )  # fmt: skip
     own = {"passes": "exact"} if issubclass(trainer, GraphStep) else {}
     made = trainer(
         model=model(),
         args=arguments,
         train_dataset=data(),
-        eval_dataset=data(),
+        **({} if (options or {}).get("eval_strategy") == "no" else {"eval_dataset": data()}),
         processing_class=tokenizer(),
         **own,
         **others(),
     )
     made.train()
-    skipped = ("runtime", "per_second", "total_flos")
+    skipped = ("runtime", "per_second", "total_flos", "step_time")
     return made, [
         {k: v for k, v in log.items() if not any(word in k for word in skipped)} for log in made.state.log_history
     ]
 
 
+@pytest.mark.filterwarnings("error:.*before compute_loss stored it")
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_plain_trl(tmp_path, case):
     plain, graph, *given = CASES[case]
