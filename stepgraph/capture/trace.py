@@ -52,7 +52,7 @@ from stepgraph.capture.state import (
     unwrap,
     wrap,
 )
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, TraceError
 from stepgraph.graph import values
 from stepgraph.graph.edit import Builder, fake_value
 from stepgraph.graph.facts import is_view
@@ -140,15 +140,16 @@ def trace_step(
     checks.check_max_norm(max_grad_norm)
     given = model, loss_fn, batch, optimizer, max_grad_norm, accumulate, Guard(skip_nonfinite), share, exact, ones
     given = (*given, shapes, room, open_sizes)
-    failed: ReplayError | None = None
+    failed: CaptureError | None = None
     lines: frozenset[str] = frozenset()  # they read what the loss depends on, which may be the batch's
     fills = list(FILLS) if replays else []
     while fills:
         try:
             return _traced(*given, (fills[0], lines))
-        except ReplayError as error:
-            if error.source and error.source not in lines:
-                failed, lines = error, lines | {error.source}
+        except (ReplayError, TraceError) as error:  # an operator may not take the numbers that are made up
+            source = error.source if isinstance(error, ReplayError) else ""
+            if source and source not in lines:
+                failed, lines = error, lines | {source}
                 continue
             failed = failed or error
         except AssertionError:  # a check of the loss, which the other numbers may pass
@@ -425,7 +426,7 @@ class StepTrace:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
         kept_before, modules_before = {one.id for one in kept_tensors(self.model)}, dict(self.model.named_modules())
-        places = checks.storages(tensors)
+        places, alone = checks.storages(tensors), self.exact and self.accumulate == 1
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.model, self.slots, tensors),
@@ -434,7 +435,8 @@ class StepTrace:
             torch.enable_grad(),
             self._knowing(flat, tensors, batch) as self._known,
             recorded_launches(self._known.note_writes),
-            compat.transformers_sees_values(self._known.knows),
+            # Microbatches of one graph may differ in what a mask hides.
+            compat.transformers_sees_values(self._known.knows_of_batch if alone else self._known.knows),
             compat.checks_of_known_values(self._known.knows),
             compat.lists_of_fake_tensors(self._known.listed),
             checks.refusing_scalers(self.recorder),

@@ -81,6 +81,7 @@ from stepgraph.compat.fake import (
     gpu_context_once,
     is_answered,
     lists_of_fake_tensors,
+    literal_of,
     negative_view,
     operator_needing_values,
     refuse_data_pointers,

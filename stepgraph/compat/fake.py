@@ -92,6 +92,11 @@ def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool
         yield
 
 
+def literal_of(tensor: FakeTensor) -> torch.Tensor | None:
+    """The values of a fake tensor that is a literal, ``torch.tensor(2.0)``; None for others."""
+    return tensor.constant
+
+
 def class_in_eager(tensor: FakeTensor) -> type[torch.Tensor]:
     """The class of the tensor that a fake one represents."""
     held = _HELD.__get__(tensor)

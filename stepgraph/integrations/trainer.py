@@ -48,8 +48,8 @@ logger = logging.getLogger(__name__)
 _TARGETS = "Trainer's num_items_in_batch"
 #: Graphs of a run, after which an optimizer or limit that changes again is eager.
 _CAPTURES = 8
-#: The names in TRL's ``training_step`` where it leaves gradients alone: one adds activation offloading, which is refused
-#: by its option, the other counts and takes the time.
+#: The names in TRL's ``training_step`` where it leaves gradients alone: one adds activation offloading, which an
+#: option refuses, the other counts and takes the time.
 _LEAVE_GRADIENTS = (
     {"super", "training_step", "maybe_activation_offload_context"},
     {"super", "training_step", "time", "perf_counter", "_step", "_current_train_step_time", "_metrics", "append"}

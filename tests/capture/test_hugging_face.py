@@ -103,3 +103,16 @@ def test_a_mask_that_hides_nothing_is_dropped_as_in_eager(dtype):
     assert step(ones_batch := batches[0]) == without({k: ones_batch[k] for k in ("input_ids", "labels")})
     with pytest.warns(UserWarning, match="'attention_mask'] hides nothing in one microbatch"):
         stepgraph.capture(model, lambda m, b: m(**b).loss, batches[1], accumulate=2, passes="exact")
+
+
+def test_a_mask_that_the_loss_makes_is_dropped_as_in_eager():
+    def of_ids(model, batch):
+        return model(**batch, labels=batch["input_ids"], attention_mask=(batch["input_ids"] != 0).long()).loss
+
+    model = llama().train()
+    ids = torch.randint(1, 50, (2, 24))
+    padded = ids.clone()
+    padded[0, -5:] = 0
+    step = stepgraph.capture(model, of_ids, {"input_ids": ids}, passes="exact")
+    for given in (ids, padded, ids.flip(1), padded.flip(0)):
+        assert step.verify({"input_ids": given}).bitwise

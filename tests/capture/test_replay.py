@@ -163,6 +163,27 @@ def test_the_batch_may_decide_on_a_loss_that_also_stores_values():
         assert torch.equal(p.grad, q.grad)
 
 
+def test_a_minimum_of_what_a_mask_picks_is_stored():
+    """As GRPO stores the least of what is no NaN: of nothing there is none."""
+
+    def least(x):
+        return torch.tensor(float("nan")) if x.isnan().all() else x[~x.isnan()].min()
+
+    def loss_fn(model, batch):
+        y = model(batch["x"]).square()
+        seen.append(least((y.detach() * batch["mask"][:, None]).sum(1) / batch["mask"].float()).item())
+        return y.mean()
+
+    seen, model = [], linear()
+    losses = eager(loss_fn, copy.deepcopy(model))
+    expected, seen = seen, []
+    step = captured(loss_fn, model)
+    for batch, loss in zip(batches(), losses, strict=True):
+        assert step(batch) == loss
+        step.after()
+    assert repr(seen) == repr(expected) and "nan" in repr(seen)
+
+
 def test_a_read_of_another_branch():
     def loss_fn(model, batch):
         y = model(batch["x"])

@@ -154,7 +154,7 @@ class Replay:
             ) from None
         except _Parted:
             return False
-        except (ArithmeticError, AssertionError, ValueError, IndexError):  # the function itself takes no such value
+        except (ArithmeticError, AssertionError, ValueError, IndexError, RuntimeError):  # it takes no such value
             return True
         return True
 
@@ -321,7 +321,8 @@ class _Trace(_Run):
     def real(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
         if key not in self.replay.wanted:
             self.replay.wanted[key] = tensor.detach().clone()
-        return _filled(tensor, self.replay.fill)
+        picks_all = tensor.dtype == torch.bool and tensor.ndim > 0  # a mask: nothing has no least element
+        return _filled(tensor, 1.0 if picks_all else self.replay.fill)
 
 
 class _Rehearsal(_Run):
@@ -356,6 +357,10 @@ class _Rehearsal(_Run):
             self.depth -= 1
             self.name(made, form.key)
         return self.tensors[form.key]
+
+    def known(self, tensor: torch.Tensor, key: int) -> torch.Tensor | None:
+        found = super().known(tensor, key)
+        return compat.literal_of(tensor) if found is None else found  # of a branch that the trace did not take
 
     def real(self, tensor: torch.Tensor, key: int) -> torch.Tensor:
         if key not in self.replay.wanted:
