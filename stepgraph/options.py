@@ -218,7 +218,7 @@ class StepOptions:
 
     epilogues: Literal["torch", "quack", "auto"] = "torch"
     """GELU and its gradient apart, or in QuACK's products (pip install quack-kernels); auto: where those were measured
-    to be faster. Not measured in a step yet."""
+    to be faster alone."""
 
     loss_chunks: int | Literal["auto"] = "auto"
     """Split logits and loss into N chunks of the tokens to save memory; auto: as many as keep the logits near a GiB."""
@@ -234,7 +234,7 @@ class StepOptions:
     """Leave linear layers in bf16, by a pattern of their module paths, as in layers.0.*"""
 
     fp8_experts: bool = False
-    """With --fp8, multiply experts' rows in fp8 too, with one scale for each row. Speed not measured yet."""
+    """With --fp8, multiply experts' rows in fp8 too, with one scale for each row."""
 
     reshard: Literal["auto", "always", "never"] = "auto"
     """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not suffice."""

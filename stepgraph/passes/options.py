@@ -10,6 +10,16 @@ from stepgraph.passes.contract import get
 from stepgraph.passes.loss.chunk import check_chunks
 from stepgraph.passes.memory.policy import check_tiles, parse_policy
 
+#: Option -> what exact passes do, and the values that ask for nothing else.
+_LEFT_BY_EXACT: dict[str, tuple[str, tuple[object, ...]]] = {
+    "norm": ("leaves norms to eager", ("auto",)),
+    "attention": ("leaves attention to eager", ("auto", "eager")),
+    "grouped": ("leaves products to torch", ("auto", "torch")),
+    "epilogues": ("leaves products to torch", ("torch",)),
+    "loss_chunks": ("leaves the loss to eager", ("auto", 1)),
+    "inductor": ("compiles nothing", ("full", "off")),  # full is the default
+}
+
 
 def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | None = None) -> None:
     """Raise ``ValueError``, in one line, for the first option that cannot be right or could do nothing.
@@ -26,16 +36,10 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
     check_tiles(options.tiles)
     for name in options.disable_pass:
         get(name)
-    if options.passes == "exact" and options.norm != "auto":
-        raise ValueError(f"norm={options.norm} with passes=exact, which leaves norms to eager: drop one of them")
-    if options.passes == "exact" and options.attention not in ("auto", "eager"):
-        raise ValueError(
-            f"attention={options.attention} with passes=exact, which leaves attention to eager: drop one of them"
-        )
-    if options.passes == "exact" and options.grouped == "quack":
-        raise ValueError("grouped=quack with passes=exact, which leaves products to torch: drop one of them")
-    if options.passes == "exact" and options.epilogues == "quack":
-        raise ValueError("epilogues=quack with passes=exact, which leaves products to torch: drop one of them")
+    for name, (left, without_effect) in _LEFT_BY_EXACT.items():
+        value = getattr(options, name)
+        if options.passes == "exact" and value not in without_effect:
+            raise ValueError(f"{name}={value} with passes=exact, which {left}: drop one of them")
     if options.attention == "flex" and not options.compiles_attention:
         why = "inductor=off" if options.inductor == "off" else f"disable_pass={','.join(options.disable_pass)}"
         raise ValueError(

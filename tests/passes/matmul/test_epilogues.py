@@ -274,6 +274,4 @@ def test_options():
         return {p.name for p in chosen(StepOptions(*args, **options))}
 
     assert "product_epilogues" in names(epilogues="auto") & names(epilogues="quack")
-    assert "product_epilogues" not in names() | names("exact", epilogues="auto")
-    with pytest.raises(ValueError, match="epilogues=quack with passes=exact"):
-        names("exact", epilogues="quack")
+    assert "product_epilogues" not in names() | names("exact")
