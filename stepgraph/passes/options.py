@@ -18,6 +18,10 @@ _LEFT_BY_EXACT: dict[str, tuple[str, tuple[object, ...]]] = {
     "epilogues": ("leaves products to torch", ("torch",)),
     "loss_chunks": ("leaves the loss to eager", ("auto", 1)),
     "inductor": ("compiles nothing", ("full", "off")),  # full is the default
+    "fp8": ("does not round to fp8", ("off",)),
+    "tiles": ("adds up tokens as eager does", ("auto", 1)),
+    "async_tp": ("adds up as eager does", (False,)),
+    "copy_engines": ("adds up as eager does", (False,)),
 }
 
 
@@ -52,16 +56,7 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
         raise ValueError("async_tp needs tensor parallelism: add tp=2 to the mesh")
     if options.copy_engines and dp_shard == 1:
         raise ValueError("copy_engines needs FSDP: add fsdp=2 to the mesh")
-    if options.fp8 != "off" and options.passes == "exact":
-        raise ValueError(f"fp8={options.fp8} rounds to fp8, which passes=exact forbids: drop one of them")
-    if options.tiles not in ("auto", 1) and options.passes == "exact":
-        raise ValueError(
-            f"tiles={options.tiles} sums over tokens in parts, which passes=exact forbids: drop one of them"
-        )
     if options.fp8_skip and options.fp8 == "off":
         raise ValueError("fp8_skip needs fp8, and fp8=off: add fp8=tensorwise or rowwise, or drop it")
     if options.fp8_experts and options.fp8 == "off":
         raise ValueError("fp8_experts needs fp8, and fp8=off: add fp8=rowwise or tensorwise, or drop it")
-    for name in ("async_tp", "copy_engines"):
-        if getattr(options, name) and options.passes == "exact":
-            raise ValueError(f"{name} sums in another order, which passes=exact forbids: drop one of them")

@@ -133,7 +133,7 @@ def test_runs_from_when_llama_had_an_attention_of_its_own_go_on(attention):
         ({"async_tp": True}, "async_tp needs tensor parallelism: add tp=2"),
         (
             {"async_tp": True, "mesh": "tp=2", "model": PRESETS["llama3-1b"]().model, "passes": "exact"},
-            "async_tp sums in another order, which passes=exact forbids",
+            "async_tp=True with passes=exact, which adds up as eager does",
         ),
         ({"resume": Path("no/such/run")}, "not a run folder"),
         ({"init_from_hf": Path("no/such/model")}, "not a folder"),
