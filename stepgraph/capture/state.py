@@ -69,6 +69,11 @@ def model_slots(model: nn.Module) -> list[Slot]:
                 f"parameter {slot.name} has a gradient hook, which a captured step would not run; "
                 "remove it, or apply its effect to the loss or as a pass"
             )
+        if slot.tensor.requires_grad and getattr(slot.tensor, "grad_dtype", None) not in (None, slot.tensor.dtype):
+            raise CaptureError(
+                f"parameter {slot.name} has grad_dtype {slot.tensor.grad_dtype}, and a captured step has gradients in "
+                f"the parameter's {slot.tensor.dtype}; leave it, or use stepgraph.MasterAdamW for fp32 updates"
+            )
     return slots
 
 

@@ -122,6 +122,14 @@ def autocast_dtype(target: torch._ops.OpOverload, x: Tensor) -> torch.dtype | No
     return torch.float32 if lower and torch.is_autocast_enabled(kind) and has_autocast_rule(target, kind) else None
 
 
+def function_modes() -> tuple[torch.overrides.TorchFunctionMode, ...]:
+    """The open ``TorchFunctionMode``s, without those of a default device."""
+    if not torch._C._len_torch_function_stack():
+        return ()
+    modes = torch.overrides._get_current_function_mode_stack()
+    return tuple(mode for mode in modes if not isinstance(mode, torch.utils._device.DeviceContext))
+
+
 def settings() -> dict[str, Any]:
     """Settings of torch for the whole process that a trace is specialized on."""
     precision = torch._C._get_fp32_precision_getter("cuda", "matmul")

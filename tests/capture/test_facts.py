@@ -1,5 +1,6 @@
 """What Python may ask of tensors, and set in torch, that a trace does not see as eager has it: refused, or watched."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -9,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import stepgraph
 from stepgraph import CaptureError
@@ -374,3 +376,25 @@ def test_a_step_is_not_copied():
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(CaptureError, match="cannot be copied or pickled: copy the model"):
             copied(step)
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return made * 2 if func is torch.tanh else made
+
+
+def test_a_function_mode_around_a_call():
+    model, x = Model(lambda model, x: torch.tanh(model.linear(x))), torch.randn(3, 4)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    for mode in (contextlib.nullcontext(), Doubling(), contextlib.nullcontext()):
+        with mode:
+            assert step.verify(x).bitwise and torch.equal(step(x), loss_fn(model, x).detach())
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="of a later torch")
+def test_a_gradient_in_another_dtype_than_its_parameter():
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    with pytest.raises(CaptureError, match=r"weight has grad_dtype torch.float32.* parameter's torch.bfloat16"):
+        stepgraph.capture(model, loss_fn, torch.randn(3, 4, dtype=torch.bfloat16), passes="exact")
