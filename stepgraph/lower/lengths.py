@@ -36,6 +36,8 @@ aten = torch.ops.aten
 
 #: The trace with open sizes is made for this one of the forms that differ in sizes alone.
 _MADE_FOR = 5
+#: How many kinds are kept; the least recently used goes first.
+_KINDS = 16
 #: The notes of a form that was not traced, and of one whose sizes cannot be open.
 NOT_TRACED = "not traced: its nodes come from the trace with open sizes"
 _STRIDED = "each length is traced: a tensor of the batch is not contiguous"
@@ -61,9 +63,12 @@ class Lengths:
         """The step of ``spec`` as captured; ``note`` says how. ``signature``: everything that it is specialized on. The
         batch's part is first, and begins with the class of the batch and the form of each leaf."""
         kind, shapes = _split(spec, *signature)
-        family = self._families.get(kind)
+        family = self._families.pop(kind, None)
         if family is None or family.is_stale():
-            family = self._families[kind] = _Family()
+            family = _Family()
+        self._families[kind] = family  # the last one
+        if len(self._families) > _KINDS:
+            del self._families[next(iter(self._families))]
         leaves = flatten_batch(spec.batch)[0]
         made = family.at(shapes, leaves) if family.trusted else None
         if made is None:

@@ -366,6 +366,18 @@ def test_tensors_that_share_memory_are_another_kind():
     assert not any(forms(shared(n)) for n in (8, 9, 12, 10, 7))
 
 
+def test_kinds_that_were_not_used_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr(lengths, "_KINDS", 2)
+    forms = Forms(Model(attend))
+    others = [lambda n, name=name: {**batch_of(2, n), name: torch.zeros(())} for name in ("one", "two")]
+    assert [forms(batch_of(2, n)) for n in (8, 9, 12, 10, 7)] == [False] * 4 + [True]
+    forms(others[0](8))
+    assert forms(batch_of(2, 11))  # used again
+    forms(others[1](8))  # the first of the others goes
+    assert forms(batch_of(2, 13))
+    assert len(forms.lengths._families) == 2
+
+
 def test_a_few_lengths_do_without_a_trace_with_open_sizes(monkeypatch):
     monkeypatch.undo()
     forms = Forms(Model(attend))
