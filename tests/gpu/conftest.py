@@ -4,6 +4,9 @@ import os
 
 # cuBLAS reads this once, when it starts; without it deterministic algorithms are refused.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Each process, ranks too, would start a compiler per core; all together they need more memory than a host has.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(2, (os.cpu_count() or 2) // int(workers))))
 
 import pytest
 import torch

@@ -51,6 +51,12 @@ OTHERS = {
     "sgd_dampened": of(torch.optim.SGD, momentum=0.9, dampening=0.3),
     "muon": muon_and_adamw,
     "adafactor": of(torch.optim.Adafactor, weight_decay=0.1),
+} | {
+    kind.__name__.lower(): of(kind, weight_decay=0.1)
+    for kind in (
+        *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adagrad),
+        *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD),
+    )
 }
 
 
