@@ -94,6 +94,7 @@ class TokenCache:
     def _key(self) -> str:
         facts = [self._source.fingerprint, self._stamp, self._tokenizer.fingerprint, str(self._dtype), "begins"]
         facts += [] if self._row is None else [f"row {self._row}"]
+        facts += ["system"] * self._source.chat  # columns next to a conversation are read
         facts += [f"field {self._source.field}"]  # the fingerprint knows two documents of it alone
         digest = hashlib.blake2b("\n".join(facts).encode(), digest_size=12)
         digest.update(self._documents.tobytes())

@@ -21,6 +21,16 @@ FORMS = {
         {"instruction": "Hi", "input": "you", "output": "Hello"},
         [{"role": "user", "content": "Hi\n\nyou"}, SAID],
     ),
+    "alpaca with a system prompt and earlier turns": (
+        {"instruction": "Hi", "input": None, "output": "Hello", "system": "Be kind", "history": [["Hi", "Hello"]]},
+        [SYSTEM, ASKED, SAID, ASKED, SAID],
+    ),
+    "sharegpt with a system prompt": (
+        {"conversations": [{"from": f, "value": v} for f, v in (("user", "Hi"), ("bing", "Hello"))]}
+        | {"system_prompt": "Be kind"},
+        [SYSTEM, ASKED, SAID],
+    ),
+    "messages that have it": ({"messages": [SYSTEM, ASKED, SAID], "system": "Be kind"}, [SYSTEM, ASKED, SAID]),
     "completion": ({"prompt": "Hi", "completion": "Hello"}, [ASKED, SAID]),
     "completion of messages": ({"prompt": [SYSTEM, ASKED], "completion": [SAID]}, [SYSTEM, ASKED, SAID]),
 }  # fmt: skip
@@ -56,6 +66,15 @@ def test_a_text_field_comes_first(tmp_path):
         ({"conversations": [{"from": "human", "value": 3}]}, "'content' of message 1 of 'conversations' is int"),
         ({"conversations": ["Hi"]}, "'role' of message 1 of 'conversations' is missing"),
         ({"question": "Hi"}, "no field 'text'"),
+        ({"instruction": "Hi", "input": 3, "output": "a"}, "'content' of message 1 of 'instruction' is int"),
+        ({"instruction": "Hi", "output": "a", "history": ["Hi"]}, "'content' of message 1 of 'instruction' is dict"),
+        (
+            {"messages": [SYSTEM, ASKED], "system": "Be cruel"},
+            "'system' is no string, or not what the conversation's own",
+        ),
+        ({"messages": [ASKED, SAID], "system": ["Be kind"]}, "'system' is no string"),
+        ({"messages": [ASKED, SAID], "functions": [{"name": "f"}]}, "conversations with tools are not trained on"),
+        ({"messages": [SAID | {"function_call": {"name": "f"}}]}, "conversations with tools are not trained on"),
     ],
 )
 def test_others_are_refused_in_one_line(tmp_path, row, said):
@@ -83,6 +102,10 @@ def test_a_pair_is_two_conversations_and_the_prompt_is_not_learned(tmp_path, suf
     assert found[0] == [[SYSTEM | {"weight": 0}, ASKED | {"weight": 0}, said] for said in (SAID, other)]
     assert found[1] == [[*heard, SAID], [*heard, other, ASKED, SAID]]
     assert found[2] == [HEARD, [HEARD[0], other]]
+    written(tmp_path / f"more{suffix}", [row | {"system": "Be kind", "text": "-"} for row in rows])
+    more = open_source(str(tmp_path / f"more{suffix}"), PAIR)
+    assert json.loads(more.read(0)) == found[0]
+    assert json.loads(more.read(2)) == [[SYSTEM, *side] for side in found[2]]
 
 
 @pytest.mark.parametrize(

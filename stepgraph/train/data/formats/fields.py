@@ -12,8 +12,9 @@ from stepgraph.train.data.sources import PAIRS
 #: The fields of a conversation, the forms by which is looked first first: messages, ShareGPT's, Alpaca's, and pairs.
 CHATS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
 _CHOICES = tuple(PAIR.split(","))
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's
-TOOLS = "tools"  # next to it: what the assistant may call, which templates would have to be given
+_ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")  # ShareGPT's
+_SYSTEM = ("system", "system_prompt")  # next to a conversation: how it begins
+TOOLS = ("tools", "functions")  # what the assistant may call, which templates would have to be given
 NO_TOOLS = ("[]", "{}", "null")  # as a column of text has it
 
 
@@ -41,18 +42,33 @@ def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bo
 def columns_of(names: Iterable[str], field: str, chat: bool) -> list[str]:
     """The columns that `document_of` looks at."""
     form = next((form for form in (*CHATS, _CHOICES) if chat and form[0] == field), (field,))
-    more = (TOOLS, "prompt") if form == _CHOICES else (TOOLS, "input")
-    return [*form, *(name for name in more if chat and name in names)]
+    more = ("prompt",) if form == _CHOICES else ("input", "history")
+    return [*form, *(name for name in (*TOOLS, *_SYSTEM, *more) if chat and name in names)]
 
 
 def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> bytes:
     """The text in ``field`` of a row, or the conversation. ``ValueError`` for another kind of value, and for a
     conversation with tools."""
-    if chat and (row.get(TOOLS) or NO_TOOLS[0]) not in NO_TOOLS:
+    if chat and any((row.get(name) or NO_TOOLS[0]) not in NO_TOOLS for name in TOOLS):
         raise no_tools(where)
     if chat and field == _CHOICES[0]:
         return b"[%b,%b]" % tuple(conversation(*side) for side in _pair(row, where))
-    return conversation(_messages(row, field), where, field) if chat else encoded(row[field], where, field)
+    if not chat:
+        return encoded(row[field], where, field)
+    return conversation(_begun(row, _messages(row, field), where), where, field)
+
+
+def _begun(row: Mapping[str, Any], messages: Any, where: str) -> Any:
+    """``messages`` after what the row says of the system, if they do not say so themselves."""
+    told = next(((name, row[name]) for name in _SYSTEM if row.get(name)), None)
+    if told is None or not isinstance(messages, list):
+        return messages
+    own = next((m for m in messages[:1] if isinstance(m, dict) and m.get("role") == "system"), None)
+    if not isinstance(told[1], str) or (own is not None and own.get("content") != told[1]):
+        raise ValueError(
+            f"{where}: {told[0]!r} is no string, or not what the conversation's own system message says: leave it out"
+        )
+    return messages if own else [{"role": "system", "content": told[1]}, *messages]
 
 
 def _messages(row: Mapping[str, Any], field: str) -> Any:
@@ -64,11 +80,26 @@ def _messages(row: Mapping[str, Any], field: str) -> Any:
             return [t | {"role": _ROLES.get(t.get("role"), t.get("role"))} for t in said]
         case (("instruction" | "prompt"), asked):
             answer = row.get("output" if field == "instruction" else "completion")
-            asked = "\n\n".join([asked, row["input"]]) if field == "instruction" and row.get("input") else asked
-            sides = (("user", asked), ("assistant", answer))
+            sides = [("user", asked), ("assistant", answer)]
+            if field == "instruction":
+                texts = [text for text in (asked, row.get("input")) if text]
+                if all(isinstance(text, str) for text in texts):
+                    sides[0] = "user", "\n\n".join(texts) or asked
+                else:  # `conversation` says what is wrong
+                    sides[0] = "user", next(text for text in texts if not isinstance(text, str))
+                sides = [*_earlier(row.get("history") or []), *sides]
             said = (side if isinstance(side, list) else [{"role": who, "content": side}] for who, side in sides)
             return [message for messages in said for message in messages]
     return row[field]
+
+
+def _earlier(history: Any) -> Iterator[tuple[str, Any]]:
+    """Who said what in Alpaca's ``history``, pairs of a question and its answer; else what `conversation` refuses."""
+    for turn in history if isinstance(history, list) else [history]:
+        if isinstance(turn, list) and len(turn) == 2:
+            yield from zip(("user", "assistant"), turn, strict=True)
+        else:
+            yield "user", {"history": turn}
 
 
 def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str, str]]:
@@ -88,6 +119,7 @@ def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str, str]]:
         last = min(map(len, sides)) - 1
         shared = next((i for i, (a, b) in enumerate(zip(*said[1:], strict=False)) if a != b or i == last), 0)
         sides = [[m | {"weight": 0} if isinstance(m, dict) else m for m in s[:shared]] + s[shared:] for s in sides]
+        sides = [_begun(row, side, where) for side in sides]
     return ((side, where, name) for side, name in zip(sides, _CHOICES, strict=True))
 
 
@@ -122,7 +154,7 @@ def conversation(value: object, where: str, field: str) -> bytes:
     for i, message in enumerate(messages, 1):
         if not isinstance(message, dict):
             raise ValueError(f"{where}: message {i} of {field!r} is {type(message).__name__}: {fix}")
-        if message.get("tool_calls"):
+        if message.get("tool_calls") or message.get("function_call"):
             raise no_tools(where)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
@@ -132,7 +164,7 @@ def conversation(value: object, where: str, field: str) -> bytes:
 
 
 def no_tools(where: str) -> ValueError:
-    return ValueError(f"{where}: conversations with tools are not trained on: leave them out, and the field {TOOLS!r}")
+    return ValueError(f"{where}: conversations with tools are not trained on: leave them out, and the field 'tools'")
 
 
 def no_field(where: str, field: str, names: Iterable[str]) -> ValueError:
