@@ -15,30 +15,12 @@ Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023 (ad
 
 import torch
 
-from stepgraph.kernels.norm.spec import DTYPES
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
 
 #: Channels of the widest row that a program of the kernel holds.
 WIDEST = 4096
-
-
-def _check(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, offset: float, dh: Tensor | None, *gated: Tensor
-) -> None:
-    tensors = [dy, x, mean, rstd, scale, *([] if dh is None else [dh]), *gated]
-    like_rows, of_sequences = [dy, *([] if dh is None else [dh]), *gated[:1]], [scale, *gated[1:]]
-    fits = x.ndim == 3 and all(t.shape == x.shape for t in like_rows)
-    fits = fits and all(t.shape == (x.shape[0], 1, x.shape[2]) for t in of_sequences)
-    fits = fits and all(t.shape == (*x.shape[:2], 1) for t in (mean, rstd))
-    allowed = (*DTYPES, torch.float64) if x.device.type == "cpu" else DTYPES
-    if not fits or any(t.dtype not in allowed or t.device != x.device for t in tensors):
-        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in tensors)
-        raise ValueError(
-            f"a modulated norm's backward got {given}; allowed are rows (B, T, N), statistics (B, T, 1) and scales and "
-            "gates (B, 1, N), floating, on one device: reshape or convert them"
-        )
 
 
 def _like(
@@ -67,7 +49,7 @@ def _backward(
     return dx if dh is None else dx + dh, (d * xhat).sum(1, keepdim=True), d.sum(1, keepdim=True)
 
 
-@operator(_like, launch="norm.modulated_triton:launch", check=_check)
+@operator(_like, launch="norm.modulated_triton:launch")
 def modulated_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, offset: float, dh: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,14 +63,12 @@ def modulated_norm_backward(
     Returns:
         dx (B, T, N) in the dtype of ``x``, dscale and dshift (B, 1, N) in that of ``scale``; contiguous. Sums are in
         fp32, in a fixed order.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     dx, *sums = _backward(dy, x, mean, rstd, scale, offset, dh)
     return dx.to(x.dtype), *(each.to(scale.dtype) for each in sums)
 
 
-@operator(_like_gated, launch="norm.modulated_triton:launch", check=_check)
+@operator(_like_gated, launch="norm.modulated_triton:launch")
 def gated_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, offset: float, dh: Tensor | None, branch: Tensor,
     gate: Tensor,
@@ -101,8 +81,6 @@ def gated_norm_backward(
     Returns:
         dx, dscale and dshift as there, dbranch (B, T, N) in the dtype of ``branch`` and dgate (B, 1, N) in that of
         ``gate``.
-
-    Raises ``ValueError`` for other shapes and dtypes.
     """
     dx, *sums = _backward(dy, x, mean, rstd, scale, offset, dh)
     dbranch, dgate = (dx * gate).to(branch.dtype), (dx * branch).sum(1, keepdim=True).to(gate.dtype)
