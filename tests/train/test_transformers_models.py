@@ -10,6 +10,7 @@ import torch
 from stepgraph import cli
 
 transformers = pytest.importorskip("transformers")
+from stepgraph.models.transformers.transformers import CausalLM, lora_options, read_config  # noqa: E402
 from tests.train.fine_tuning import make, records  # noqa: E402
 
 COMMON = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -441,3 +442,22 @@ def test_a_name_of_the_hub_is_downloaded(folder, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(folder / name.split("/")[1]))
     words = ["--init-from-hf", "someone/gpt2", "--data", str(folder / "chat.jsonl"), "--seq-len", "64"]
     assert parse_train(words).init_from_hf == folder / "gpt2"
+
+
+@pytest.mark.parametrize("targets", ["wte", "lm_head", "wte+lm_head", "c_attn"])
+def test_an_adapter_of_a_tied_table_is_merged_into_that_alone(targets, tmp_path):
+    peft = pytest.importorskip("peft")
+    shape = dict(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    torch.manual_seed(0)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(tmp_path / "base")
+    config = read_config(tmp_path / "base")
+    model = CausalLM(config, lora=lora_options(f"r=4,targets={targets}"))
+    for param in (p for p in model.parameters() if p.requires_grad):
+        torch.nn.init.normal_(param, std=0.3)
+    model.save(tmp_path / "out", {}, model.state_dict(), model.read_base())
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    adapted = peft.PeftModel.from_pretrained(model.read_base(), tmp_path / "out" / "adapter").eval()
+    tokens = torch.randint(64, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert merged.config.tie_word_embeddings == (targets == "c_attn")

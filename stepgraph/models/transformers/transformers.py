@@ -244,12 +244,24 @@ class CausalLM(nn.Module):
             import peft
 
             self.inner.save_pretrained(folder / ADAPTER, state_dict=state)
-            peft.PeftModel.from_pretrained(base, folder / ADAPTER).merge_and_unload().save_pretrained(folder)
+            adapted = peft.PeftModel.from_pretrained(base, folder / ADAPTER)
+            _untie(adapted.get_base_model())
+            adapted.merge_and_unload().save_pretrained(folder)
         else:
             self.inner.save_pretrained(folder, state_dict=state)
         write_json(folder / CONFIG, read_json(folder / CONFIG) | dict(tokens))
         if before is not None:
             generation.write_text(before)
+
+
+def _untie(model: nn.Module) -> None:
+    """Give the head of ``model`` its own weight if an adapter is on one of two tied tables: merged into one tensor, it
+    would change both."""
+    tables = model.get_input_embeddings(), model.get_output_embeddings()
+    lookup, head = (getattr(table, "base_layer", table) for table in tables)
+    if tables != (lookup, head) and head is not None and head.weight is lookup.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
 
 
 def _experts(model: nn.Module) -> list[str]:
