@@ -344,7 +344,7 @@ class CapturedStep:
         places = (*first_places(leaves), *shared_memory(leaves))
         forms = type(batch), *map(form, leaves), *places, self._ones
         training = tuple([module.training for module in self._modules])
-        return forms, spec, training, self._update and self._update.constants(), compat.function_modes()
+        return forms, spec, training, self._update and self._update.constants(), compat.open_around()
 
     def _microbatches(self, batch: Any) -> int:
         """``accumulate``; for a batch that it does not divide, such as an epoch's last, the fewest microbatches that

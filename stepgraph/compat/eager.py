@@ -122,12 +122,15 @@ def autocast_dtype(target: torch._ops.OpOverload, x: Tensor) -> torch.dtype | No
     return torch.float32 if lower and torch.is_autocast_enabled(kind) and has_autocast_rule(target, kind) else None
 
 
-def function_modes() -> tuple[torch.overrides.TorchFunctionMode, ...]:
-    """The open ``TorchFunctionMode``s, without those of a default device."""
+def open_around() -> tuple[Any, ...]:
+    """What is open around a call and changes what operators do: ``TorchFunctionMode``s, without those of a default
+    device, and the code of hooks of saved tensors, of which contexts make others each time they are entered."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+    hooks = tuple(getattr(hook, "__code__", hook) for hook in hooks)
     if not torch._C._len_torch_function_stack():
-        return ()
+        return hooks
     modes = torch.overrides._get_current_function_mode_stack()
-    return tuple(mode for mode in modes if not isinstance(mode, torch.utils._device.DeviceContext))
+    return (*hooks, *(mode for mode in modes if not isinstance(mode, torch.utils._device.DeviceContext)))
 
 
 def settings() -> dict[str, Any]:

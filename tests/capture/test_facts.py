@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 import stepgraph
@@ -384,12 +385,18 @@ class Doubling(TorchFunctionMode):
         return made * 2 if func is torch.tanh else made
 
 
-def test_a_function_mode_around_a_call():
+@pytest.mark.parametrize("around", [Doubling(), saved_tensors_hooks(lambda t: t * 2, lambda t: t + 1)])
+def test_what_is_open_around_a_call_alone(around):
     model, x = Model(lambda model, x: torch.tanh(model.linear(x))), torch.randn(3, 4)
     step = stepgraph.capture(model, loss_fn, x, passes="exact")
-    for mode in (contextlib.nullcontext(), Doubling(), contextlib.nullcontext()):
-        with mode:
-            assert step.verify(x).bitwise and torch.equal(step(x), loss_fn(model, x).detach())
+    for context in (contextlib.nullcontext(), around, contextlib.nullcontext()):
+        with context:
+            step(x)
+            made = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            loss_fn(model, x).backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), made, strict=True))
+        model.zero_grad()
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="of a later torch")
