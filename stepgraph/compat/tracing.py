@@ -64,7 +64,7 @@ def names_of_copies() -> contextlib.AbstractContextManager[None]:
     return replaced(_Namespace, create_name=create_name)
 
 
-def lazy_graph_module(attributes: Mapping[str, Any], graph: torch.fx.Graph) -> torch.fx.GraphModule:
+def lazy_graph_module(attributes: Mapping[str, Any] | torch.nn.Module, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A module of ``graph`` whose code is generated when it is first called or read, and not for one that is run node
     by node."""
     return _LazyGraphModule(attributes, graph)

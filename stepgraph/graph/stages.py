@@ -66,7 +66,7 @@ def extract(
         if node in wanted or (node.op == "get_attr" and node in read):
             made[node] = graph.node_copy(node, made.__getitem__)
     graph.output([made[node] for _, node in outputs])
-    module = fx.GraphModule(step.module, graph)
+    module = compat.lazy_graph_module(step.module, graph)
     return StepGraph(module, inputs, [spec for spec, _ in outputs], step.blocks, step.mesh, dict(step.axes))
 
 
@@ -344,7 +344,7 @@ def joined(first: StepGraph, last: StepGraph) -> StepGraph:
         for s in (first, last)
         for n in s.graph.find_nodes(op="get_attr")
     }
-    module = fx.GraphModule(held, graph)
+    module = compat.lazy_graph_module(held, graph)
     return StepGraph(
         module,
         [spec for _, spec in inputs.values()],

@@ -332,7 +332,7 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
     outputs = tuple(copies[node] for node in piece.outputs)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
     write_arguments(graph)
-    return fx.GraphModule(attributes, graph)
+    return compat.lazy_graph_module(attributes, graph)
 
 
 def _with_calls(

@@ -4,8 +4,6 @@ import copy
 import dataclasses
 from pathlib import Path
 
-from torch import fx
-
 from stepgraph import compat
 from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
@@ -164,7 +162,7 @@ def copied(program: StepProgram) -> StepProgram:
 
 
 def _copied(step: StepGraph) -> StepGraph:
-    module = fx.GraphModule(step.module, copy.deepcopy(step.graph))
+    module = compat.lazy_graph_module(step.module, copy.deepcopy(step.graph))
     own = {"inputs": list(step.inputs), "outputs": list(step.outputs), "axes": dict(step.axes)}
     return dataclasses.replace(step, module=module, executable=None, recording=None, log=[], **own)
 

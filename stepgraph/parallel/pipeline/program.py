@@ -166,4 +166,4 @@ def _step(
     graph: fx.Graph, results: list[fx.Node], inputs: list[InputSpec], outputs: list[Output], axes: dict[str, str]
 ) -> StepGraph:
     graph.output(results)
-    return StepGraph(fx.GraphModule({}, graph), inputs, outputs, axes=axes)
+    return StepGraph(compat.lazy_graph_module({}, graph), inputs, outputs, axes=axes)
