@@ -34,6 +34,7 @@ def test_torchs_bits_in_any_layout(turned, biased, dtype):
     assert choice.timed and choice.best_us <= choice.torch_us
 
 
+@pytest.mark.timed
 def test_an_algorithm_is_chosen_where_torchs_is_slow():
     """The first product of GPT-2's MLP: 1.11 times as fast on an H200. The choice is that of torch's settings."""
     a, b, _ = matrices(16384, 4096, 1024, (False, True), False, torch.bfloat16)
