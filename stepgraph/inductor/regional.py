@@ -120,7 +120,8 @@ def untag(node: fx.Node) -> None:
 @dataclass(eq=False)
 class Piece:
     """Consecutive nodes of one region, their ``inputs`` in the order of first use, and those of the nodes that are read
-    outside (``outputs``)."""
+    outside (``outputs``). Random numbers that nobody reads are outputs too: Inductor would not draw them, and what is
+    drawn later would not be eager's."""
 
     region: Region
     nodes: list[fx.Node]
@@ -131,7 +132,12 @@ class Piece:
         inside = set(self.nodes)
         read = dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in inside)
         self.inputs = [i for i in read if _subgraph(i) is None]
-        self.outputs = [n for n in self.nodes if any(user not in inside for user in n.users)]
+        self.outputs = [n for n in self.nodes if any(u not in inside for u in n.users) or _drawn_in_vain(n)]
+
+
+def _drawn_in_vain(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return not node.users and torch.Tag.nondeterministic_seeded in tags and isinstance(node.meta["val"], torch.Tensor)
 
 
 @dataclass

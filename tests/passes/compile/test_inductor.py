@@ -286,6 +286,29 @@ def test_numbers_are_drawn_before_they_are_read():
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize(
+    "unread",
+    [lambda: torch.rand(1) > 0.5, lambda: torch.randint(9, (5,)), lambda: torch.bernoulli(torch.full((5,), 0.3))],
+    ids=["rand", "randint", "bernoulli"],
+)
+def test_numbers_that_nobody_reads_are_drawn(unread):
+    """As `module_dropout` of LoKr draws them: the draws that follow are eager's."""
+    model, x = nn.Linear(6, 6), torch.randn(4, 6)
+
+    def loss_fn(model, x):
+        for _ in range(3):
+            unread()
+            x = x @ (model.weight * (torch.rand(6) > 0.5)[:, None])
+        return x.square().mean()
+
+    step = stepgraph.capture(model, loss_fn, x, passes=["dead_code", "inductor"])
+    for seed in range(2):
+        torch.manual_seed(seed)
+        expected = loss_fn(model, x).detach()
+        torch.manual_seed(seed)
+        torch.testing.assert_close(step(x), expected)
+
+
 def test_a_margin_loss_ends_at_a_rows_last_target():
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
 
