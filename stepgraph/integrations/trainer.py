@@ -562,7 +562,7 @@ class GraphTrainer(Trainer):
 
         def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
             inputs = dict(batch)
-            targets = inputs.pop(_TARGETS)
+            targets = inputs.pop(_TARGETS, None)  # a batch that a user verifies has none
             inputs = inputs if made is dict else made(inputs)
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, inputs, num_items_in_batch=targets)

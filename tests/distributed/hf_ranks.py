@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from stepgraph.integrations import GraphTrainer
+from stepgraph.integrations.trainer import _TARGETS
 
 VOCAB, LENGTH, ROWS = 67, 12, 24  # of a vocabulary that two ranks do not divide
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -128,7 +129,7 @@ def check_ranks(
 
 def _batch_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    return {**batch, "num_items_in_batch": torch.tensor(40, device=trainer.args.device)}
+    return {**batch, _TARGETS: torch.tensor(40, device=trainer.args.device)}
 
 
 def check_what_ranks_saved(

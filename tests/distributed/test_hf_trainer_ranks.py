@@ -1,6 +1,7 @@
 """`GraphTrainer` over ranks: Hugging Face models as they are, compared with plain ``Trainer`` on one process."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -101,7 +102,8 @@ def test_launchers(tmp_path, launcher):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2"]
     command = torchrun if launcher == "torchrun" else [*accelerate, "--num_processes", "2", "--main_process_port", "0"]
-    subprocess.run([*command, *script], check=True, timeout=300, cwd=Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    subprocess.run([*command, *script], check=True, timeout=300, cwd=root, env=os.environ | {"PYTHONPATH": str(root)})
     found = json.loads((tmp_path / "losses.json").read_text())
     assert found["ranks"] == 2 and found["sharded"] == (launcher == "accelerate")
     one_process(tmp_path, "qwen3")

@@ -56,7 +56,7 @@ def as_on_gpus(waits=lambda node: None):
     def watched(module, inputs):
         return Interpreter(module)(inputs), {node.name for node in module.graph.nodes if waits(node)}
 
-    names = ("Stream", "current_stream", "current_device", "synchronize", "empty_cache")
+    names = ("Stream", "current_stream", "current_device", "synchronize", "empty_cache", "graph_pool_handle")
     with (
         mock.patch.multiple(torch.cuda, **dict.fromkeys(names, mock.DEFAULT)),
         mock.patch.multiple(torch.cuda, stream=mock.MagicMock(), graph=mock.MagicMock(), CUDAGraph=Replayed),

@@ -9,7 +9,7 @@ import stepgraph.kernels.loss.cross_entropy
 import stepgraph.kernels.loss.split
 import stepgraph.kernels.moe
 import stepgraph.kernels.norm.column_sum  # noqa: F401  (each defines operators of torch.ops.stepgraph)
-from stepgraph.kernels.norm import cast, operators  # noqa: F401
+from stepgraph.kernels.norm import cast, modulated, operators  # noqa: F401
 
 ours = torch.ops.stepgraph
 ROWS, WIDTH, VOCAB = 6, 33, 37
@@ -88,6 +88,11 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
         rstds = data(2, ROWS, 4, dtype=torch.float32), data(2, ROWS, 2, dtype=torch.float32)
         arguments = (q, k, q, k, data(16), data(16), *rstds, *pair, True, True)
         yield f"norm_pair_backward {name}", ours.norm_pair_backward, arguments
+        mean, scale = data(2, ROWS, 1, dtype=torch.float32), layout(data(2, 1, WIDTH))
+        of_norm = (layout(data(2, ROWS, WIDTH)), layout(x), mean, mean.abs() + 1, scale, 1.0, layout(r))
+        yield f"modulated_norm_backward {name}", ours.modulated_norm_backward, of_norm
+        gated = *of_norm, layout(h), layout(data(2, 1, WIDTH))
+        yield f"gated_norm_backward {name}", ours.gated_norm_backward, gated
         yield from expert_calls(layout, data)
     # A gradient may come with any last stride.
     columns = x.transpose(1, 2).contiguous().transpose(1, 2)
