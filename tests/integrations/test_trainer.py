@@ -80,6 +80,13 @@ def test_same_as_the_plain_trainer(tmp_path, options):
     assert all(p.grad is None for p in second[1].model.parameters())
 
 
+def test_a_batch_is_verified_as_the_loader_gives_it(tmp_path):
+    """Without the number of targets that ``Trainer`` passes."""
+    (trainer,) = [trainer for _, trainer in both(tmp_path) if isinstance(trainer, GraphTrainer)]
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    assert trainer.captured.verify(batch).bitwise
+
+
 @pytest.mark.parametrize("exact", [2, 4])
 def test_accumulation_that_is_a_power_of_two_is_exact(tmp_path, exact):
     check_same(*both(tmp_path, gradient_accumulation_steps=exact, count=16))
