@@ -82,7 +82,7 @@ class Packer(pickle.Pickler):
         """Pickle ``value`` after those before it."""
         try:
             self.dump(value)
-        except (pickle.PicklingError, TypeError, AttributeError) as failure:
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as failure:  # the last one is pybind's
             raise NotSavable(f"what it holds has no saved form: {failure}") from None
 
 
@@ -154,16 +154,14 @@ def pack(piece: fx.GraphModule, options: dict[str, Any]) -> bytes:
         return Packed(node.op, node.target, node.name, node.args, node.kwargs, meta)
 
     stream = io.BytesIO()
-    write_graph(piece.graph, Packer(stream), packed)
-    try:
-        return pickle.dumps((stream.getvalue(), options))
-    except (pickle.PicklingError, TypeError, AttributeError) as failure:  # options that no other process can have
-        raise NotSavable(str(failure)) from None
+    packer = Packer(stream)
+    write_graph(piece.graph, packer, packed)
+    packer.add(options)
+    return stream.getvalue()
 
 
 def unpack(data: bytes) -> tuple[fx.GraphModule, dict[str, Any]]:
     """What was packed, its inputs fake tensors of one mode."""
-    graph, options = pickle.loads(data)
-    return fx.GraphModule(
-        {}, read_graph(Unpacker(graph, compat.FakeTensorMode()), lambda packed: packed.target)
-    ), options
+    unpacker = Unpacker(data, compat.FakeTensorMode())
+    graph = read_graph(unpacker, lambda packed: packed.target)
+    return fx.GraphModule({}, graph), unpacker.load()

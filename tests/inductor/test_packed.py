@@ -6,6 +6,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.inductor import fusion_guard, tuned_reductions
+from stepgraph.inductor.communication import keep_order
 from stepgraph.inductor.packed import NotSavable, pack, unpack
 
 aten = torch.ops.aten
@@ -58,6 +59,15 @@ def test_rules_for_reductions_go_with_it():
     uuids = [each["post_grad_custom_pre_pass"].uuid() for each in (options, found)]
     assert uuids[0] == uuids[1] is not None
     assert found.keys() == options.keys()
+
+
+def test_operators_that_stay_in_order_go_with_it():
+    """The options of a piece that communicates hold operators."""
+    options = keep_order({aten.mm.default}, {aten.add.Tensor})
+    _, found = unpack(pack(a_piece(), options))
+    order, same = (each["_pre_fusion_custom_pass"] for each in (options, found))
+    assert found.keys() == options.keys() and order.uuid() == same.uuid()
+    assert (same.also, same.lasting) == ({aten.mm.default}, {aten.add.Tensor})
 
 
 def test_what_has_no_packed_form_is_said():
