@@ -9,8 +9,10 @@ import torch
 
 import stepgraph
 from stepgraph.capture import phase_of
+from stepgraph.inductor.packed import pack, unpack
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured
+from stepgraph.passes.compile.helpers import Helpers
 from stepgraph.passes.runner import run_passes
 from tests.distributed.ranks import in_fake_world, make_mesh, own_batch, parallel_model
 
@@ -21,7 +23,7 @@ class Generated(BaseException):
 
 def generated(step, inductor):
     """The wrapper code of the step's first compiled piece, all blocks in it, and the buffers whose memory is not used
-    again; nothing is compiled to machine code."""
+    again; nothing is compiled to machine code. All pieces could go to another process, as they do beside a GPU."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
@@ -31,7 +33,15 @@ def generated(step, inductor):
         code.append((lowering.codegen()[0].value, set(lowering.never_reuse_buffers)))
         raise Generated
 
-    patches = (mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(fx_graph_cache=False))
+    def share(helpers, work):
+        for piece, options in work.values():
+            unpack(pack(piece, options))
+        return iter(work)
+
+    patches = (
+        *(mock.patch.object(GraphLowering, "compile_to_module", stop), config.patch(fx_graph_cache=False)),
+        mock.patch.object(Helpers, "share", share),
+    )
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
