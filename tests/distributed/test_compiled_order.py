@@ -23,7 +23,7 @@ class Generated(BaseException):
 
 def generated(step, inductor):
     """The wrapper code of the step's first compiled piece, all blocks in it, and the buffers whose memory is not used
-    again; nothing is compiled to machine code. All pieces could go to another process, as they do beside a GPU."""
+    again; nothing is compiled to machine code. Every piece is also packed, as it is for helper processes on a GPU."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 

@@ -79,7 +79,7 @@ class Replay:
     """What one trace of a loss function found: see the module's docstring.
 
     ``wanted``: tensors of the trace that a rehearsal needs, by their keys, and ``sources``: the lines that read them.
-    ``fill``: what the trace reads there. ``lines``: those that read what the batch holds.
+    ``fill``: the number that the trace reads in their place. ``lines``: the source lines that read values of the batch.
     """
 
     def __init__(

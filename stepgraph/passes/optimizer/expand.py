@@ -35,8 +35,8 @@ _NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
 
 @dataclass(frozen=True)
 class ExpandOptions:
-    """``small``: elements up to which a parameter stays with the fused operator, where at least ``several`` of an
-    update do. One processor of the GPU updates each, 16,384 elements in some 8 microseconds."""
+    """``small``: elements up to which a parameter stays with the fused operator, if at least ``several`` parameters of
+    an update are that small. The limits are estimates: one multiprocessor updates each such parameter."""
 
     small: int = 1 << 14
     several: int = 8
