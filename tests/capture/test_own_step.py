@@ -250,6 +250,12 @@ class Asking(Written):
             p.add_(grad, alpha=-group["lr"])
 
 
+class AskingOrNot(Asking):
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["capturable"] = False
+
+
 class Looping(Written):
     def update(self, p, grad, state, group):
         state["n"] = state.get("n", 0) + 1
@@ -344,7 +350,8 @@ class LoggingElsewhere(Written):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Asking, r"Asking.step \(.*test_own_step.py:\d+\) asks for the value of a tensor"),
+        (Asking, r"Asking.step \(.*test_own_step.py:\d+\) asks for the value of a tensor.*use torch.where"),
+        (AskingOrNot, r"AskingOrNot.step .* asks for the value of a tensor.*create it with capturable=True"),
         (Looping, r"Looping.step \(.*test_own_step.py:\d+\).*plain number"),
         (Assigning, r"Assigning.step assigns .data"),
         (Indexing, r"step \(.*test_own_step.py:\d+\) uses a count as a plain number, such as an index"),

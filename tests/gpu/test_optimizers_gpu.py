@@ -55,9 +55,11 @@ OTHERS = {
     kind.__name__.lower(): of(kind, weight_decay=0.1)
     for kind in (
         *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Adagrad),
-        *(torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD),
+        *(torch.optim.Adadelta, torch.optim.Adamax),
     )
 }
+#: Otherwise it reads its step counts from the GPU.
+OTHERS["asgd"] = of(torch.optim.ASGD, weight_decay=0.1, capturable=True)
 
 
 def data(dtype, n=4):
@@ -123,3 +125,8 @@ def test_default_passes(name):
 def near(a, b, i):
     """Compiled forward and backward round otherwise, and Muon's bf16 products make more of it."""
     torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-2 * float(a.abs().max()))
+
+
+def test_an_optimizer_that_reads_the_gpu_is_refused():
+    with pytest.raises(stepgraph.CaptureError, match=r"ASGD.step .*create it with capturable=True"):
+        compare(of(torch.optim.ASGD), torch.float32, "exact", equal)

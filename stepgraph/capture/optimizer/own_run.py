@@ -532,8 +532,10 @@ class Run:
             where = next((f"{f}:{n}" for f, n in reversed(frames) if TORCHS in f), "")
         operator = compat.operator_needing_values(error)
         if operator is not None:
+            hosts = any(not group.get("capturable", True) for group in self.optimizer.param_groups)
             return (
                 f"{self.own.name}.step ({where}) asks for the value of a tensor ({operator}) to go by it in Python, "
-                "which a graph cannot: use torch.where, or capture without an optimizer and step it yourself"
+                f"which a graph cannot: {'create it with capturable=True' if hosts else 'use torch.where'}, or capture "
+                "without an optimizer and step it yourself"
             )
         return f"{self.own.name}.step ({where}) cannot be traced: {type(error).__name__}: {first_line(error)}"

@@ -36,7 +36,7 @@ _NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
 @dataclass(frozen=True)
 class ExpandOptions:
     """``small``: elements up to which a parameter stays with the fused operator, if at least ``several`` parameters of
-    an update are that small. The limits are estimates: one multiprocessor updates each such parameter."""
+    a step are that small. The limits are estimates: one multiprocessor updates each such parameter."""
 
     small: int = 1 << 14
     several: int = 8
@@ -59,16 +59,18 @@ def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport
         report.notes.append(
             f"{others} parameters are updated by other operators than fused AdamW or Adam: left to eager"
         )
-    report.matched, together = sum(len(update.args[0]) for update in updates), 0
+    report.matched = sum(len(update.args[0]) for update in updates)
+    for update in [update for update in updates if update.kwargs["amsgrad"]]:
+        report.notes.append(f"{update.name} keeps maxima (amsgrad): left to the fused kernel")
+        updates.remove(update)
+    # Counted over all updates: in parts (`offload_optimizer`) they have the bits of one.
+    small = {u: {i for i, p in enumerate(u.args[0]) if p.meta["val"].numel() <= options.small} for u in updates}
+    together = sum(map(len, small.values()))
+    if together < options.several:
+        small, together = dict.fromkeys(updates, set()), 0
     for update in updates:
-        if update.kwargs["amsgrad"]:
-            report.notes.append(f"{update.name} keeps maxima (amsgrad): left to the fused kernel")
-            continue
-        small = [i for i, param in enumerate(update.args[0]) if param.meta["val"].numel() <= options.small]
-        small = small if len(small) >= options.several else []
-        report.changed += len(update.args[0]) - len(small)
-        together += len(small)
-        _Expansion(step, update).write(set(small))
+        report.changed += len(update.args[0]) - len(small[update])
+        _Expansion(step, update).write(small[update])
     report.summary = (
         f"{report.changed} of {report.matched} parameter updates written out, clipping and rounding with them"
     )

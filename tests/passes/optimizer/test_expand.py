@@ -193,3 +193,16 @@ def test_every_tensor_of_an_update_is_its_own():
     for node in step.nodes("optimizer"):
         if node.target is aten.copy_.default:
             assert node.meta["val"] is node.args[0].meta["val"]
+
+
+def test_small_parameters_are_counted_over_all_updates():
+    """So that an update in parts, as of state on the host, has the bits of one."""
+    model = Wide()
+    vectors, matrices = ([p for p in model.parameters() if p.dim() == n] for n in (1, 2))
+    groups = [{"params": vectors[:5]}, {"params": vectors[5:], "weight_decay": 0.0}, {"params": matrices}]
+    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    step = stepgraph.capture(model, mse, batch, optimizer, passes=["inplace_update", EXPAND.with_options(small=100)])
+    assert step.report[-1].summary.endswith("10 small ones together by the fused kernel")
+    updates = [n for n in step.graph.nodes() if "_fused_" in str(n.target)]
+    assert [len(n.args[0]) for n in updates] == [5, 5]
