@@ -67,7 +67,7 @@ def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport
     small = {u: {i for i, p in enumerate(u.args[0]) if p.meta["val"].numel() <= options.small} for u in updates}
     together = sum(map(len, small.values()))
     if together < options.several:
-        small, together = dict.fromkeys(updates, set()), 0
+        small, together = {update: set() for update in updates}, 0
     for update in updates:
         report.changed += len(update.args[0]) - len(small[update])
         _Expansion(step, update).write(small[update])
