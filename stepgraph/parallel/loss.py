@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
+from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
 from stepgraph.models.context import PLACE
 from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
 from stepgraph.parallel.context import context_of
@@ -82,15 +83,16 @@ class _CrossEntropy(torch.autograd.Function):
         place: Any,
         count: torch.Tensor | None,
     ) -> torch.Tensor:
-        x, group = logits.float(), tp.get_group()
+        group, columns = tp.get_group(), logits.shape[1]
         counted = targets != ignore_index
-        column = targets - place * x.shape[1]
-        here = counted & (column >= 0) & (column < x.shape[1])
+        column = targets - place * columns
+        here = counted & (column >= 0) & (column < columns)
         column = column.masked_fill(~here, 0)
-        highest = compat.all_reduce(x.amax(dim=1), "max", group)
-        total = (x - highest.unsqueeze(1)).exp().sum(dim=1)
-        picked = (x.gather(1, column.unsqueeze(1)).squeeze(1) - highest).masked_fill(~here, 0.0)
-        total, picked = compat.all_reduce(torch.stack([total, picked]), "sum", group).unbind()
+        own, total = softmax_parts(logits)
+        highest = compat.all_reduce(own, "max", group)
+        total = total * (own - highest).exp()
+        picked = logits.gather(1, column.unsqueeze(1)).squeeze(1).float() - highest
+        total, picked = compat.all_reduce(torch.stack([total, picked.masked_fill(~here, 0.0)]), "sum", group).unbind()
         log_total = total.log()
         count = counted.sum() if count is None else count
         ctx.save_for_backward(logits, highest + log_total, column.masked_fill(~here, -1), counted, count)
@@ -99,10 +101,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_sum, column, counted, count = ctx.saved_tensors
-        slope = torch.where(counted, grad / count, 0.0).unsqueeze(1)
-        probability = (logits.float() - log_sum.unsqueeze(1)).exp()
-        hit = torch.arange(logits.shape[1], device=logits.device) == column.unsqueeze(1)
-        return ((probability - hit.float()) * slope).to(logits.dtype), None, None, None, None, None
+        gradient = logits.clone(memory_format=torch.contiguous_format)  # `fuse_loss` overwrites the logits where it can
+        split_gradient_(gradient, log_sum, column, torch.where(counted, grad / count, 0.0))
+        return gradient, None, None, None, None, None
 
 
 def next_token_loss(mesh: Mesh) -> LossFn:
