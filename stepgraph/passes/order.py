@@ -31,6 +31,7 @@ import stepgraph.passes.matmul.contract
 import stepgraph.passes.matmul.epilogues
 import stepgraph.passes.matmul.fp8
 import stepgraph.passes.matmul.fuse_casts
+import stepgraph.passes.matmul.gelu
 import stepgraph.passes.matmul.lora
 import stepgraph.passes.matmul.tune
 import stepgraph.passes.memory.fit
@@ -102,6 +103,7 @@ ORDER = (
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "product_epilogues",  # numerics: GELU inside products by QuACK
+    "gelu_kernels",  # numerics: GELU between products by our kernels, with the bias's gradient
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "prefetch_state",  # optimizer state comes from the host during backward
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms

@@ -5,6 +5,8 @@
 torch's own sum takes about three times as long here, and a cast is another launch.
 """
 
+import contextlib
+
 import torch
 
 from stepgraph.kernels.ahead import launching
@@ -26,9 +28,9 @@ torch.library.define("stepgraph::column_sum", "(Tensor x, ScalarType dtype) -> T
 torch.library.impl("stepgraph::column_sum", "CPU", lambda x, dtype: x.sum(0).to(dtype))
 
 
-@torch.library.impl("stepgraph::column_sum", "CUDA")
 @launching("column_sum")
-def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def add_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`column_sum` by our kernel; for launches of others too."""
     from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
     rows, columns = x.shape
@@ -36,11 +38,12 @@ def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     total = x.new_empty(columns, dtype=dtype)
     width = 8 if columns <= 8192 else 32
     at_once = min(1 << (rows - 1).bit_length(), 1024 * _WARPS // width)
-    with torch.cuda.device(x.device):
+    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         add_slots_kernel[(-(-columns // width),)](
             x, total, total, rows, columns, columns, PLANES=1, ROWS=at_once, WIDTH=width, num_warps=_WARPS
         )
     return total
 
 
+torch.library.impl("stepgraph::column_sum", "CUDA", add_rows)
 torch.library.register_fake("stepgraph::column_sum", lambda x, dtype: x.new_empty(x.shape[1], dtype=dtype))

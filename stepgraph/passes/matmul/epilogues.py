@@ -15,7 +15,7 @@ Source: the package.
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -98,14 +98,14 @@ def product_epilogues(step: StepGraph, options: EpilogueOptions, report: PassRep
 def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
     seen = set()  # a GELU that backward computes again of what forward kept stays
     for node in step.graph.find_nodes(op="call_function", target=aten.gelu.default):
-        product = _behind_views(node.args[0])
+        product = behind_views(node.args[0])
         plain = product.target is aten.mm.default or (
             product.target is aten.addmm.default
             and product.args[0].meta["val"].shape == product.meta["val"].shape[1:]
             and not product.kwargs
         )
         place = aliases.position[node]
-        if not plain or product in seen or not _feeds_products(node):
+        if not plain or product in seen or not feeds_products(node):
             continue
         if not aliases.written_between(product, aliases.position[product], place):
             seen.add(product)
@@ -114,7 +114,7 @@ def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
 
 def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
     for node in step.graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
-        product, reader = _behind_views(node.args[0]), node
+        product, reader = behind_views(node.args[0]), node
         while reader is not product and only_user(reader.args[0]) is reader:
             reader = reader.args[0]
         if (
@@ -125,29 +125,31 @@ def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
             continue
         first, last = aliases.position[product], aliases.position[node]
         if not any(aliases.written_between(n, first, last) for n in product.args):
-            yield _Pair(product, node, list(_sums(node, product.meta["val"].shape)))
+            yield _Pair(product, node, list(sums_of_rows(node, product.meta["val"].shape)))
 
 
-def _feeds_products(node: fx.Node) -> bool:
-    """Whether all readers of ``node`` are products, also through views."""
+def feeds_products(node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
+    """Whether all readers of ``node`` are products or ``besides``, also through views."""
     return all(
-        _feeds_products(user) if user.target in (*_VIEWS, aten.t.default) else user.target in _PRODUCTS
+        feeds_products(user, besides)
+        if user.target in (*_VIEWS, aten.t.default)
+        else user.target in _PRODUCTS or user in besides
         for user in node.users
     )
 
 
-def _behind_views(node: fx.Node) -> fx.Node:
+def behind_views(node: fx.Node) -> fx.Node:
     """The node of which ``node`` is a view, or itself."""
     while node.target in _VIEWS:
         node = node.args[0]
     return node
 
 
-def _sums(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
+def sums_of_rows(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
     """Sums of the rows of ``node`` as a matrix of ``shape``."""
     for user in node.users:
         if user.target in _VIEWS:
-            yield from _sums(user, shape)
+            yield from sums_of_rows(user, shape)
         elif (
             user.target is aten.sum.dim_IntList
             and node.meta["val"].shape == shape
