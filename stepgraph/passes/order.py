@@ -27,6 +27,7 @@ import stepgraph.passes.compile.tag
 import stepgraph.passes.embedding.gradient
 import stepgraph.passes.loss.fuse
 import stepgraph.passes.matmul.bitsandbytes
+import stepgraph.passes.matmul.concat_sums
 import stepgraph.passes.matmul.contract
 import stepgraph.passes.matmul.epilogues
 import stepgraph.passes.matmul.fp8
@@ -104,6 +105,7 @@ ORDER = (
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "product_epilogues",  # numerics: GELU inside products by QuACK
     "gelu_kernels",  # numerics: GELU between products by our kernels, with the bias's gradient
+    "concat_sums",  # numerics: gradients of queries, keys and values side by side, with the bias's
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "prefetch_state",  # optimizer state comes from the host during backward
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms
