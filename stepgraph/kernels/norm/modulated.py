@@ -5,11 +5,12 @@
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dh
     dscale = sum over tokens of dy * xhat                dshift = sum over tokens of dy
     dbranch = dx * gate                                  dgate = sum over tokens of dx * branch
+    dbias = sum over all rows of dbranch
 
 dx is the gradient of what the norm reads, the sum of the residual stream and a gated branch: so the gradient of that
-gate needs the same rows. One kernel reads dy, x, dh and branch once, where a compiler reads nine tensors, since sums
-over tokens and over channels are kernels of their own. Made by the pass `modulated_norm` after the step was traced:
-they have no gradients of their own.
+gate needs the same rows, and so does that of the bias of the linear layer that ends the branch. One kernel reads dy, x,
+dh and branch once, where a compiler reads ten tensors, since sums over tokens and over channels are kernels of their
+own. Made by the pass `modulated_norm` after the step was traced: they have no gradients of their own.
 Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023 (adaLN).
 """
 
@@ -33,9 +34,9 @@ def _like(
 def _like_gated(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, offset: float, dh: Tensor | None, branch: Tensor,
     gate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    both = branch.new_empty(branch.shape), gate.new_empty(gate.shape)
-    return *_like(dy, x, mean, rstd, scale), *both
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    gated = branch.new_empty(branch.shape), gate.new_empty(gate.shape), branch.new_empty(branch.shape[-1])
+    return *_like(dy, x, mean, rstd, scale), *gated
 
 
 def _backward(
@@ -72,16 +73,17 @@ def modulated_norm_backward(
 def gated_norm_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor, offset: float, dh: Tensor | None, branch: Tensor,
     gate: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`modulated_norm_backward` where ``x`` is a residual plus ``gate * branch``, with the gradients of these two.
 
     Args:
         branch: (B, T, N). gate: (B, 1, N). The others as there.
 
     Returns:
-        dx, dscale and dshift as there, dbranch (B, T, N) in the dtype of ``branch`` and dgate (B, 1, N) in that of
-        ``gate``.
+        dx, dscale and dshift as there, dbranch (B, T, N) in the dtype of ``branch``, dgate (B, 1, N) in that of
+        ``gate``, and dbias (N,), the sum of the rows of dbranch, in that of ``branch``.
     """
     dx, *sums = _backward(dy, x, mean, rstd, scale, offset, dh)
-    dbranch, dgate = (dx * gate).to(branch.dtype), (dx * branch).sum(1, keepdim=True).to(gate.dtype)
-    return dx.to(x.dtype), *(each.to(scale.dtype) for each in sums), dbranch, dgate
+    dbranch, dgate = dx * gate, (dx * branch).sum(1, keepdim=True).to(gate.dtype)
+    dbias = dbranch.sum((0, 1)).to(branch.dtype)
+    return dx.to(x.dtype), *(each.to(scale.dtype) for each in sums), dbranch.to(branch.dtype), dgate, dbias

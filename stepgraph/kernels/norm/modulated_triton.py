@@ -13,7 +13,7 @@ from stepgraph.kernels.norm.triton.backward import add_pairs
 
 Tensor = torch.Tensor
 #: Bytes of a tile of one tensor, its rows at most, stages of loads, programs of a processor, least tokens of a program.
-TILE, ROWS, STAGES, PROGRAMS, LEAST = 8192, 2, 3, 2, 16
+TILE, ROWS, STAGES, PROGRAMS, LEAST = 4096, 2, 3, 2, 16
 #: Columns, and the most partial sums, that a program of the second kernel loads at once.
 WIDTH, AT_ONCE = 64, 64
 
@@ -37,6 +37,7 @@ def _backward_kernel(
     dscale = tl.zeros((BLOCK,), tl.float32)
     dshift = tl.zeros((BLOCK,), tl.float32)
     dgate = tl.zeros((BLOCK,), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
         valid = row < last
@@ -59,38 +60,45 @@ def _backward_kernel(
         if gate is not None:
             b = tl.load(branch + place, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             dgate += tl.sum(value * b, 0)
-            part = (value * by[None, :]).to(dbranch.dtype.element_ty)
-            tl.store(dbranch + place, part, mask=mask, cache_modifier=".cs")
-    SUMS: tl.constexpr = 2 if gate is None else 3
+            part = value * by[None, :]
+            dbias += tl.sum(part, 0)
+            tl.store(dbranch + place, part.to(dbranch.dtype.element_ty), mask=mask, cache_modifier=".cs")
+    SUMS: tl.constexpr = 2 if gate is None else 4
     mine = partials + program.to(tl.int64) * (SUMS * N) + at
     tl.store(mine, dscale, mask=inside)
     tl.store(mine + N, dshift, mask=inside)
     if gate is not None:
         tl.store(mine + 2 * N, dgate, mask=inside)
+        tl.store(mine + 3 * N, dbias, mask=inside)
 
 
 @triton.jit
-def _total(partials, out, sequence, parts, at, inside, plane, stride, N, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
-    """The sums ``plane`` of a sequence's programs, added up at columns ``at``."""
+def _total(partials, out, first, parts, at, inside, plane, stride, N, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
+    """The sums ``plane`` of ``parts`` programs from ``first`` on, added up at columns ``at``."""
     total = tl.zeros((AT_ONCE, WIDTH), tl.float32)
     for start in range(0, parts, AT_ONCE):
         part = start + tl.arange(0, AT_ONCE)
-        place = partials + (sequence * parts + part).to(tl.int64)[:, None] * stride + plane * N + at[None, :]
+        place = partials + (first + part).to(tl.int64)[:, None] * stride + plane * N + at[None, :]
         total += tl.load(place, mask=(part < parts)[:, None] & inside[None, :], other=0.0)
-    value = tl.sum(total, 0).to(out.dtype.element_ty)
-    tl.store(out + sequence.to(tl.int64) * N + at, value, mask=inside)
+    tl.store(out + at, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _add_kernel(partials, dscale, dshift, dgate, parts, N, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns ``program_id(1)`` of all sums of sequence ``program_id(0)``."""
+def _add_kernel(partials, dscale, dshift, dgate, dbias, parts, N, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns ``program_id(1)`` of all sums of sequence ``program_id(0)``, or behind the last one of ``dbias``."""
     sequence = tl.program_id(0)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    SUMS: tl.constexpr = 2 if dgate is None else 3
-    _total(partials, dscale, sequence, parts, at, at < N, 0, SUMS * N, N, AT_ONCE, WIDTH)
-    _total(partials, dshift, sequence, parts, at, at < N, 1, SUMS * N, N, AT_ONCE, WIDTH)
-    if dgate is not None:
-        _total(partials, dgate, sequence, parts, at, at < N, 2, SUMS * N, N, AT_ONCE, WIDTH)
+    SUMS: tl.constexpr = 2 if dgate is None else 4
+    mine = sequence.to(tl.int64) * N
+    if dgate is None:
+        _total(partials, dscale + mine, sequence * parts, parts, at, at < N, 0, SUMS * N, N, AT_ONCE, WIDTH)
+        _total(partials, dshift + mine, sequence * parts, parts, at, at < N, 1, SUMS * N, N, AT_ONCE, WIDTH)
+    elif sequence < tl.num_programs(0) - 1:
+        _total(partials, dscale + mine, sequence * parts, parts, at, at < N, 0, SUMS * N, N, AT_ONCE, WIDTH)
+        _total(partials, dshift + mine, sequence * parts, parts, at, at < N, 1, SUMS * N, N, AT_ONCE, WIDTH)
+        _total(partials, dgate + mine, sequence * parts, parts, at, at < N, 2, SUMS * N, N, AT_ONCE, WIDTH)
+    else:
+        _total(partials, dbias, 0, sequence * parts, at, at < N, 3, SUMS * N, N, AT_ONCE, WIDTH)
 
 
 def tile_of(N: int, size: int) -> tuple[int, int, int]:
@@ -115,23 +123,24 @@ def launch(
     dh, branch = (t if t is None else t.contiguous() for t in (dh, branch))
     scale, gate = (t if t is None or t.stride(2) == 1 else t.contiguous() for t in (scale, gate))
     dx, sums = torch.empty_like(x), [x.new_empty((B, 1, N), dtype=scale.dtype) for _ in range(2)]
-    dbranch = dgate = None
+    dbranch = dgate = dbias = None
     if gate is not None:
         dbranch, dgate = torch.empty_like(branch), x.new_empty((B, 1, N), dtype=gate.dtype)
+        dbias = x.new_empty(N, dtype=branch.dtype)
     if x.numel():
         parts = parts_of(B, T, plans.hardware_of(x).processors)
         tokens = triton.cdiv(T, parts)
         rows, block, warps = tile_of(N, max(t.element_size() for t in (dy, x, dh, branch) if t is not None))
-        partials = x.new_empty((B * parts, 2 if gate is None else 3, N), dtype=torch.float32)
+        partials = x.new_empty((B * parts, 2 if gate is None else 4, N), dtype=torch.float32)
         strides = scale.stride(0), 0 if gate is None else gate.stride(0)
         _backward_kernel[(B * parts,)](
             dy, x, mean, rstd, scale, dh, branch, gate, dx, dbranch, partials, float(offset), T, tokens, parts,
             *strides, N=N, ROWS=rows, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
         at_once = min(triton.next_power_of_2(parts), AT_ONCE)
-        grid = B, triton.cdiv(N, WIDTH)
-        _add_kernel[grid](partials, *sums, dgate, parts, N, AT_ONCE=at_once, WIDTH=WIDTH, num_warps=2)
+        grid = B + (gate is not None), triton.cdiv(N, WIDTH)
+        _add_kernel[grid](partials, *sums, dgate, dbias, parts, N, AT_ONCE=at_once, WIDTH=WIDTH, num_warps=2)
     else:
-        for each in (*sums, *([] if dgate is None else [dgate])):
+        for each in (*sums, *(t for t in (dgate, dbias) if t is not None)):
             each.zero_()
-    return (dx, *sums) if dgate is None or dbranch is None else (dx, *sums, dbranch, dgate)
+    return (dx, *sums) if gate is None else (dx, *sums, dbranch, dgate, dbias)

@@ -2,7 +2,7 @@
 
     dn = mul(dy, scale + 1), dx = layer_norm_backward(dn, x), add(dh, dx)
     sum(mul(dy, n), 1), sum(dy, 1)                          ->  gated_norm_backward(dy, x, .., scale, dh, branch, gate)
-    mul(dx, gate), sum(mul(dx, branch), 1)
+    mul(dx, gate), sum(mul(dx, branch), 1), sum(mul(dx, gate), [0, 1])
 
 n is the norm of x, (B, T, N), without weights, in forward ``n * (scale + 1) + shift``; scale and shift are (B, 1, N).
 The gate is there where x is a residual plus ``gate * branch``. Saves four reads of (B, T, N) and three kernels for each
@@ -36,7 +36,7 @@ _NOTES = 8
 @dataclass
 class _Modulated:
     """A norm's backward with its neighbours: the nodes that hold what the operator reads and, ``results``, gives: dx,
-    dscale, dshift, and with ``branch`` and ``gate`` also dbranch and dgate."""
+    dscale, dshift, and with ``branch`` and ``gate`` also dbranch, dgate and, if it is read, dbias."""
 
     dy: fx.Node
     x: fx.Node
@@ -111,7 +111,7 @@ def _modulated(root: fx.Node) -> _Modulated | str | None:
     made = _Modulated(dy, x, mean, rstd, scale, offset, dh, [total, dscale, dshift])
     for gated, gate, branch, dgate in _gates(total):
         made.gate, made.branch = gate, branch
-        made.results += [gated, dgate]
+        made.results += [gated, dgate, *_sum_over_rows(gated)[:1]]
         break
     return made
 
@@ -130,6 +130,17 @@ def _sum_over_tokens(node: fx.Node) -> fx.Node | None:
         if user.target is aten.sum.dim_IntList and [d % 3 for d in user.args[1]] == [1] and user.args[2:] == (True,):
             return user
     return None
+
+
+def _sum_over_rows(node: fx.Node) -> list[fx.Node]:
+    """Sums of all rows of ``node``, also through views that keep its rows."""
+    width, found = value_of(node).shape[-1], []
+    for user in sorted(node.users):
+        if user.target in (aten.view.default, aten._unsafe_view.default) and value_of(user).shape[-1] == width:
+            found += _sum_over_rows(user)
+        elif user.target is aten.sum.dim_IntList and value_of(user).numel() == width and not user.kwargs:
+            found.append(user)
+    return found
 
 
 def _sums_of_products(a: fx.Node, b: fx.Node) -> Iterator[fx.Node]:
@@ -195,5 +206,6 @@ def _rewrite(found: _Modulated) -> None:
         target, more = ours.gated_norm_backward.default, (found.branch, found.gate)
     node = build(target, found.dy, found.x, found.mean, found.rstd, found.scale, found.offset, found.dh, *more)
     for i, old in enumerate(found.results):
-        old.replace_all_uses_with(build(operator.getitem, node, i, like=old))
+        new = build(operator.getitem, node, i, like=old)
+        old.replace_all_uses_with(build.view(new, value_of(old).shape, like=old))
     erase_unread(*found.results)

@@ -42,7 +42,7 @@ def inputs(B, T, N, *, gated=True, stream=True, dtype=FP32, offset=1.0, packed=T
     given = (dy, rows, mean.float(), rstd.float(), scale, offset, dh if stream else None)
     expected = [x.grad, wide[2].grad, wide[4].grad]
     if gated:
-        return (*given, branch, gate), [*expected, wide[1].grad, wide[3].grad]
+        return (*given, branch, gate), [*expected, wide[1].grad, wide[3].grad, wide[1].grad.sum((0, 1))]
     return given, expected
 
 
@@ -113,7 +113,7 @@ def test_kernels_do_not_spill(N, dtype, gated):
     aligned = [name for name in kinds if name != "offset"]
     ptx = assert_no_spills(own._backward_kernel, kinds, constants, warps, aligned)
     assert "cp.async" in ptx  # the loads of later rows are in flight
-    kinds = dict.fromkeys(("dscale", "dshift", "dgate"), f"*{dtype}") | {
+    kinds = dict.fromkeys(("dscale", "dshift", "dgate", "dbias"), f"*{dtype}") | {
         "partials": "*fp32",
         "parts": "i32",
         "N": "i32",

@@ -92,6 +92,11 @@ def test_norms_are_found_with_their_gates(form, gated):
     assert called(step, ours.gated_norm_backward.default) == gated  # the first norm follows no gate
     assert called(step, ours.modulated_norm_backward.default) == 6 - gated
     assert not called(step, aten.native_layer_norm_backward.default)
+    sums = step.graph.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    biases = [
+        n for n in sums if n.meta["val"].numel() == 24
+    ]  # of products: of the gated ones but the last, by the kernel
+    assert len(biases) == 1 + 6 - gated
     torch.testing.assert_close(found, losses)
     torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-5)
 
