@@ -10,7 +10,7 @@ from stepgraph.kernels.norm.triton import plans
 
 Tensor = torch.Tensor
 #: Rows of a step, stages of loads, programs of a processor, warps.
-ROWS, STAGES, PROGRAMS, WARPS = 16, 3, 6, 4
+ROWS, STAGES, PROGRAMS, WARPS = 16, 3, 4, 4
 
 
 @triton.jit

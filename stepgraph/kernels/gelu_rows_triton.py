@@ -13,9 +13,9 @@ from stepgraph.kernels.norm.triton import plans
 
 Tensor = torch.Tensor
 #: Elements of a program of forward, and its warps.
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 2048, 4
 #: Rows and columns of a step of backward, stages of loads, programs of a processor, warps.
-ROWS, WIDTH, STAGES, PROGRAMS, WARPS_BACKWARD = 8, 256, 3, 6, 4
+ROWS, WIDTH, STAGES, PROGRAMS, WARPS_BACKWARD = 8, 256, 1, 8, 4
 
 
 @triton.jit
