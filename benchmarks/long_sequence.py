@@ -1,6 +1,7 @@
 """Steps of one long sequence: AdamW's state and the inputs of blocks in host memory, MLPs, norms and head in parts.
 
     python benchmarks/long_sequence.py --seq-len 131072 --tiles 8 [--preset llama3-8b] [--layers N] [--json FILE]
+    torchrun --nproc-per-node 2 benchmarks/long_sequence.py --mesh cp=2 ...
 
 Random weights and tokens, bf16 with fp32 masters. Each step is timed by itself, the first, which compiles nothing but
 allocates host memory, included. Time of attention grows with the square of the length: fewer ``--layers`` show longer
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 import stepgraph
+from stepgraph import parallel
 from stepgraph.config.environment import environment
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.memory import peak_bytes
@@ -36,30 +38,46 @@ def main() -> None:
     parser.add_argument("--inductor", default="full")
     parser.add_argument("--keep-optimizer", action="store_true", help="on the GPU")
     parser.add_argument("--cuda-graph", action="store_true", help="the second step then records and the third replays")
+    parser.add_argument(
+        "--mesh", type=parallel.MeshSpec.parse, help="such as cp=2; the optimizer then is torch's AdamW"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    with parallel.started(args.mesh, "cuda" if torch.cuda.is_available() else "cpu") as mesh:
+        measure(args, mesh)
+
+
+def measure(args: argparse.Namespace, mesh: parallel.Mesh | None) -> None:
+    """The steps of this rank; the first one prints and writes them."""
     config = PRESETS[args.preset]().model
     config = dataclasses.replace(config, n_layers=args.layers or config.n_layers, max_seq_len=args.seq_len)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Llama3(config)
-    for param in model.parameters():  # the RoPE tables stay fp32
-        param.data = param.data.to(torch.bfloat16)
-    model.to_empty(device=device)
-    model.init_weights()
+    if mesh is None:
+        for param in model.parameters():  # the RoPE tables stay fp32
+            param.data = param.data.to(torch.bfloat16)
+        model.to_empty(device=device)
+        model.init_weights()
+        loss_fn, optimizer = next_token_loss, stepgraph.MasterAdamW(model.parameters(), lr=1e-5)
+    else:
+        parallel.parallelize(model, mesh, device=device, param_dtype=torch.bfloat16)
+        model.init_weights(0, parallel.local_parts(model))
+        loss_fn = parallel.next_token_loss(mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(config.vocab_size, (1, args.seq_len + 1), device=device)
     batch = {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
     options = StepOptions(
         memory=args.memory, tiles=args.tiles, attention=args.attention, cuda_graph=args.cuda_graph,
         offload_optimizer=not args.keep_optimizer, inductor=args.inductor,
     )  # fmt: skip
-    optimizer = stepgraph.MasterAdamW(model.parameters(), lr=1e-5)
     start = time.perf_counter()
-    step = stepgraph.capture(model, next_token_loss, batch, optimizer, max_grad_norm=1.0, passes=options)
+    step = stepgraph.capture(model, loss_fn, batch, optimizer, max_grad_norm=1.0, passes=options)
     held = sum(v.nbytes for slots in optimizer.state.values() for v in slots.values() if not v.is_cuda)
     row = {
-        "seq_len": args.seq_len, "layers": config.n_layers, "tiles": args.tiles, "memory": args.memory,
+        "seq_len": args.seq_len, "mesh": args.mesh and str(args.mesh), "layers": config.n_layers, "tiles": args.tiles,
+        "memory": args.memory,
         "offload_optimizer": not args.keep_optimizer, "inductor": args.inductor,
         "capture_s": round(time.perf_counter() - start, 1),
         "forecast_gib": round(peak_bytes(step.program, fused=True) / 2**30, 2),
@@ -68,7 +86,9 @@ def main() -> None:
         "compile_s": round(sum(report.compile_s for report in step.program.reports), 1),
         "steps": [],
     }  # fmt: skip
-    print(json.dumps(row), flush=True)
+    first = mesh is None or torch.distributed.get_rank() == 0
+    if first:
+        print(json.dumps(row), flush=True)
     for _ in range(args.steps):
         start = time.perf_counter()
         loss = step(batch).item()
@@ -78,10 +98,11 @@ def main() -> None:
             memory = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
             found |= dict(zip(("allocated_gib", "reserved_gib"), (round(m() / 2**30, 2) for m in memory), strict=True))
         row["steps"].append(found)
-        print(json.dumps(found), flush=True)
+        if first:
+            print(json.dumps(found), flush=True)
         copied = [memory.nbytes for memory in step._session.host_memory.values()]
         row["activations_host_gib"] = round(sum(copied) / 2**30, 2)
-        if args.json is not None:  # after each step: one may take minutes
+        if first and args.json is not None:  # after each step: one may take minutes
             args.json.write_text(json.dumps({"environment": environment(), **row}, indent=2) + "\n")
 
 
