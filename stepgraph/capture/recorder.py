@@ -34,7 +34,7 @@ from stepgraph.capture import autocast
 from stepgraph.capture.formulas import BY_GRADIENTS, EagerFormulas
 from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.python.values import is_pythons
-from stepgraph.capture.state import named_modules, unwrap
+from stepgraph.capture.state import OutsideError, named_modules, unwrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import stage_of
@@ -215,7 +215,7 @@ class Recorder:
     @contextlib.contextmanager
     def watch_graph(self, graph: fx.Graph) -> Iterator[None]:
         """Attribute the nodes created in ``graph``."""
-        create = graph.create_node
+        create, constants = graph.create_node, compat.constants_of_trace()
 
         def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
             node = self.latest = create(*args, **kwargs)
@@ -224,7 +224,7 @@ class Recorder:
                 self._forward_nodes[compat.current_sequence_nr()].append(node)
             elif self._owner is not None and not self._again and stage_of(node) == "begin":
                 self.reducing[node] = self._owner
-            _refuse_written_constants(node)
+            _refuse_written_constants(node, constants)
             if self._draws_anew and is_random(node):
                 _refuse_drawing_anew(node)
             if self._reentrant and node.target in BY_GRADIENTS:
@@ -420,9 +420,10 @@ def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance |
             f"forward makes {frozen}, used in {where}, require a gradient, which it did not before; "
             "call requires_grad_() before the capture"
         )
-    raise CaptureError(
+    raise OutsideError(
         f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "
-        "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter"
+        "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter",
+        tensor,
     )
 
 
@@ -447,7 +448,7 @@ def _refuse_wrapper(module: nn.Module) -> None:
         )
 
 
-def _refuse_written_constants(node: fx.Node) -> None:
+def _refuse_written_constants(node: fx.Node, constants: nn.Module) -> None:
     """A tensor that is no input is written: torch would also write into the user's own while it traces."""
     if is_mutating(node) and any(written.op == "get_attr" for written in written_arguments(node)):
         where = provenance(node)
@@ -456,9 +457,11 @@ def _refuse_written_constants(node: fx.Node) -> None:
                 "the optimizer's step writes into a tensor that is neither a parameter nor in its state; keep it in "
                 "optimizer.state[parameter]"
             )
-        raise CaptureError(
+        written = next(one for one in written_arguments(node) if one.op == "get_attr")
+        raise OutsideError(
             f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
-            "its buffer; register it as a buffer, and make a module outside the model part of it, or call its eval()"
+            "its buffer; register it as a buffer of a module that is part of the model, or that the loss reaches",
+            getattr(constants, written.target),
         )
 
 

@@ -6,11 +6,11 @@ its stand-in there and take it out again; `Watch` sees cheaply that a user repla
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +47,36 @@ class Slot:
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The model's modules by their paths; one that ``torch.compile`` made has the path of what is inside."""
     return ((compat.uncompiled_path(path), module) for path, module in model.named_modules())
+
+
+class Whole(nn.Module):
+    """A model with modules outside of it whose state a step changes too, such as the discriminator in the loss of a
+    generator: what has their tensors. ``outside``: by their paths."""
+
+    def __init__(self, model: nn.Module, outside: Mapping[str, nn.Module]):
+        super().__init__()
+        vars(self).update(_model=model, _outside=outside)  # no submodules: it only walks over them
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The model's modules by their paths, then the others."""
+        memo = set() if memo is None else memo
+        yield from self._model.named_modules(memo, prefix, remove_duplicate)
+        for path, module in self._outside.items():
+            yield from module.named_modules(memo, prefix + path, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The module at the path ``target``."""
+        return dict(self.named_modules())[target]
+
+
+class OutsideError(CaptureError):
+    """The step changes state of a module outside of the model: ``of``, a tensor or the dictionary that holds it."""
+
+    def __init__(self, message: str, of: Any):
+        super().__init__(message)
+        self.of = of
 
 
 def model_slots(model: nn.Module) -> list[Slot]:
@@ -177,6 +207,8 @@ def _are(now: list, before: list) -> bool:
 def swapped(model: nn.Module, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, the model holds ``tensors`` instead of its own; assignments to them are undone at the end."""
     held = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules)]
+    held += [holder for slot in slots for holder, _ in slot.places]  # of modules outside of the model
+    held = list({id(d): d for d in held}.values())
     saved = [dict(d) for d in held]
     try:
         for slot, tensor in zip(slots, tensors, strict=True):

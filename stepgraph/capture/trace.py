@@ -24,6 +24,7 @@ from stepgraph.capture.guard import Guard, Kept, check_repeatable, written_names
 from stepgraph.capture.inputs import Inputs, add_optimizer
 from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
+from stepgraph.capture.made_once import Made, is_first_call, left_made, made_once, put, refuse_made
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.own_step import Again
@@ -42,7 +43,9 @@ from stepgraph.capture.recorder import Recorder, RunAgain, calls_to_repeat
 from stepgraph.capture.reshapes import reshape_by_views
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import (
+    OutsideError,
     Slot,
+    Whole,
     Wrapping,
     kept_tensors,
     model_slots,
@@ -72,6 +75,7 @@ class Traced:
     the model's own that operators draw from. ``batch_reads``: what Python read of the batch's values. ``hosts``: what
     calls do on the host for optimizers. ``draws``: random numbers that the host draws. ``replay``: the loss function's
     Python, to run again after each step. ``changes``: whether forward or the loss changed anything in Python.
+    ``whole``: the model, with modules outside of it whose state the step changes.
     """
 
     program: StepProgram
@@ -85,6 +89,7 @@ class Traced:
     draws: Draws = field(default_factory=Draws)
     replay: Replay | None = None
     changes: bool = False
+    whole: nn.Module | None = None
 
     @property
     def step(self) -> StepGraph:
@@ -164,20 +169,23 @@ def trace_step(
 def _traced(*given: Any) -> Traced:
     """`trace_step` with the arguments of `StepTrace`."""
     batch, accumulate, exact = given[2], given[5], given[8]
-    given = (*given, None, ())  # `StepTrace`'s ``repeated`` and ``hosted``
-    trace = StepTrace(*given)
+    given = (*given, None, (), {})  # `StepTrace`'s ``repeated``, ``hosted`` and ``outside``
+    trace = first = StepTrace(*given)
     try:
         while True:  # twice or three times if calls of checkpoint must run twice: some, then all
             try:
                 program = trace.program()
                 break
-            except (RunAgain, Again, DrawsFound) as found:
+            except (RunAgain, Again, DrawsFound, OutsideError) as found:
                 if isinstance(found, RunAgain):
-                    given = (*given[:14], found.calls, given[15])
+                    given = (*given[:14], found.calls, *given[15:])
                 elif isinstance(found, DrawsFound):
-                    given = (*given[:15], found.hosted)
+                    given = (*given[:15], found.hosted, given[16])
+                elif isinstance(found, OutsideError):
+                    given = (*given[:16], given[16] | trace.outside_with(found))
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
+        first = trace
         if trace.open_sizes is not None and (trace.changes or trace.kept):
             for change in trace.changes:
                 change.put(change.old)
@@ -185,16 +193,24 @@ def _traced(*given: Any) -> Traced:
         moving = trace.prove_replay()
         places = {(id(change.holder), change.key) for change in moving}
         trace.changes = [change for change in trace.changes if (id(change.holder), change.key) not in places]
-        if trace.changes:
-            with writes.after(trace.changes), checks.refusing_kept(trace.kept):
+        while trace.changes or trace.made:
+            with writes.after(trace.changes), left_made(trace.made), checks.refusing_kept(trace.kept):
                 later = StepTrace(*given)
-                same = writes.same(program, later.program())
+                after = later.program()
+            if trace.made and not later.made and is_first_call(program, after, trace.made, later.slots):
+                writes.keep(trace.changes, of_model=True)
+                put(trace.made)
+                trace, program = later, after
+                continue
+            same = writes.same(program, after)
             writes.check(trace.changes, later.changes, same)
+            refuse_made(() if same else trace.made)
             writes.keep(trace.changes)
+            break
         checks.warn_of_kept(trace.kept)
         changes = bool(moving or trace.changes or trace.kept)
     except CaptureError:
-        trace.drop_state()
+        first.drop_state()
         raise
     passing = [change for change in trace.changes if change.of_model and fake_inside(change.new)]
     watched = trace.reads.watched([*moving, *passing])
@@ -204,7 +220,7 @@ def _traced(*given: Any) -> Traced:
     checks.check_alike(trace.batch_reads.hold(flatten_batch(batch)[0], accumulate), accumulate)
     replay = trace.replay if trace.replay and (trace.replay.wanted or moving) else None
     hosts = trace.update.hosts if trace.update else []
-    return Traced(*found, generators, trace.batch_reads, hosts, trace.draws, replay, changes)
+    return Traced(*found, generators, trace.batch_reads, hosts, trace.draws, replay, changes, trace.reached)
 
 
 class StepTrace:
@@ -228,6 +244,7 @@ class StepTrace:
         replayed: tuple[float, frozenset[str]] | None = None,
         repeated: Collection[int] | None = None,
         hosted: Sequence[Hosted] | None = (),
+        outside: Mapping[str, nn.Module] | None = None,
     ):
         # Not where Python runs again after the step, or where several ranks would draw for one batch.
         self.hosted = hosted if replayed is None and share is None else None
@@ -235,7 +252,8 @@ class StepTrace:
         self.guard, self.exact = guard, exact
         self.model, self.loss_fn, self.max_grad_norm, self.accumulate = model, loss_fn, max_grad_norm, accumulate
         self.share = share
-        self.slots = model_slots(model)
+        self.reached = Whole(model, outside) if outside else model
+        self.slots = model_slots(self.reached)
         self.batch, (leaves, self.spec) = batch, flatten_batch(batch)
         self.ones = ones  # literals, whose values Python may read as in eager
         self.first = first_places(leaves)  # what is one tensor in the batch is one in the trace
@@ -250,18 +268,26 @@ class StepTrace:
         checks.check_no_parameters(leaves, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated
-        self.recorder = Recorder(model, repeated or ())
+        self.recorder = Recorder(self.reached, repeated or ())
         live = [t for slot in self.slots for t in unwrap(slot.tensor)[0]]
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i])[0])], open_sizes)
         self.open_sizes = open_sizes
         self.landing: list[tuple[Slot, Wrapping | None]] = []
-        self.reads = Reads(model, loss_fn, self.update.code() if self.update else {})
+        self.reads = Reads(self.reached, loss_fn, self.update.code() if self.update else {})
         self.reads.types.of_packages = open_sizes is not None
         self.replay = None if replayed is None else Replay(model, loss_fn, self.slots, self.mode, *replayed)
         self.changes: list[Change] = []
+        self.made: list[Made] = []
         self.batch_reads = BatchReads({})
         self.kept = ""  # where modules keep tensors of the step
+
+    def outside_with(self, found: OutsideError) -> dict[str, nn.Module]:
+        """The module outside of the model whose state is changed as ``found`` says, by its path; raises without one."""
+        held = self.reads.module_with(found.of) if self.share is None else None
+        if held is None:
+            raise found
+        return dict([held])
 
     def prove_replay(self) -> list[Change]:
         """What rehearsals of the loss function change, see `Replay.prove`."""
@@ -425,11 +451,11 @@ class StepTrace:
         self, flat: Sequence[torch.Tensor], tensors: list[torch.Tensor], batch: dict[int, tuple], inputs: Inputs
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
-        kept_before, modules_before = {one.id for one in kept_tensors(self.model)}, dict(self.model.named_modules())
+        kept_before, modules_before = {one.id for one in kept_tensors(self.reached)}, dict(self.reached.named_modules())
         places, alone = checks.storages(tensors), self.exact and self.accumulate == 1
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
-            swapped(self.model, self.slots, tensors),
+            swapped(self.reached, self.slots, tensors),
             self.recorder.watch_modules(),
             self.reads.noted(),
             torch.enable_grad(),
@@ -454,17 +480,22 @@ class StepTrace:
                 before = leaves_by_name(given)
                 loss, grads = self._loss_and_grads(given, tensors, params, frozen, inputs)
                 checks.refuse_batch_keys(before, leaves_by_name(given), self.exact)
-            put_back(self.model, self.slots)
+            put_back(self.reached, self.slots)
             held = [(s, t, holder[key]) for s, t in zip(self.slots, tensors, strict=True) for holder, key in s.places]
-            checks.refuse_replaced(modules_before, self.model)
+            checks.refuse_replaced(modules_before, self.reached)
             checks.refuse_data_assigned(self.slots, tensors, places)
             checks.refuse_attributes_set(self.slots, tensors, self.exact)
             replaced = {slot.name for slot, tensor, new in held if new is not tensor}
             for node, slot in self.settings.items():
                 moves = slot.name in replaced or self._known.is_written(node)
                 checks.refuse_moving(slot, moves and self.batch_reads.reads(node))
-            self._known.settle(self.model)
-            self.kept = checks.kept_of_step(self.model, {*kept_before, *(id(new) for _, _, new in held)})
+            if self.open_sizes is None:
+                still = [(s, t) for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad]
+                state = {compat.node_of_trace(t): s.tensor for s, t in still if s.name not in replaced}
+                known = {*kept_before, *(id(new) for _, _, new in held)}
+                self.made = made_once(self.reached.modules(), state, known)
+            self._known.settle(self.reached)
+            self.kept = checks.kept_of_step(self.reached, {*kept_before, *(id(new) for _, _, new in held)})
             self.reads.read += self._known.outside
             self.changes = self.reads.changes()
             writes.refuse_kept(self.changes)
@@ -578,7 +609,10 @@ class StepTrace:
         results, norm = [], None
         if self.max_grad_norm is not None:
             with compat.Repeating():  # on a CPU, some operators for each parameter
-                grads, norm = gradients.clip(grads, tensors, self.max_grad_norm, stages)
+                own = {id(p) for p in self.model.parameters()}
+                mine = {i: grad for i, grad in grads.items() if id(self.slots[i].tensor) in own}
+                clipped, norm = gradients.clip(mine, tensors, self.max_grad_norm, stages)
+                grads |= clipped
             results.append(norm)
             outputs.append(values.Metric("grad_norm"))
         skip, ratios = self.guard.skip(ratios, norm, self.slots, stages and stages.group)

@@ -111,6 +111,7 @@ from stepgraph.compat.tracing import (
     attention_as_in_eager,
     collector_off,
     constant_of_trace,
+    constants_of_trace,
     current_sequence_nr,
     dispatch_flex_attention,
     erase_after,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -263,12 +264,21 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
 @contextlib.contextmanager
 def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iterator[None]:
     """Inside, ``torch.tensor([a, b])`` of fake tensors, whose memory torch would read, calls their ``.item()``, and
-    ``.tolist()``, which calls it for each element, asks ``listed`` for all at once, unless that gives None."""
-    make, to_list = torch.tensor, FakeTensor.tolist
+    ``.tolist()``, which calls it for each element, asks ``listed`` for all at once, unless that gives None; so does
+    ``.numpy()``, whose array cannot be written."""
+    make, to_list, to_array = torch.tensor, FakeTensor.tolist, FakeTensor.numpy
 
     def tolist(tensor: FakeTensor) -> Any:
         found = listed(tensor)
         return to_list(tensor) if found is None else found
+
+    def numpy(tensor: FakeTensor, *, force: bool = False) -> Any:
+        if (tensor.device.type != "cpu" and not force) or (found := listed(tensor)) is None:
+            return to_array(tensor, force=force)
+        with without_modes():
+            array = make(found, dtype=tensor.dtype).reshape(tensor.shape).numpy()
+        array.flags.writeable = False
+        return array
 
     def tensor(data: Any, **options: Any) -> torch.Tensor:
         leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
@@ -278,7 +288,12 @@ def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iter
             options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
         return make(pytree.tree_map_only(FakeTensor, FakeTensor.item, data), **options)
 
-    with replaced_functions(torch, tensor=tensor), replaced(FakeTensor, tolist=tolist):
+    with (
+        replaced_functions(torch, tensor=tensor),
+        replaced(FakeTensor, tolist=tolist, numpy=numpy),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ")  # torch.as_tensor of such an array
         yield
 
 

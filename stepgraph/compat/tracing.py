@@ -139,7 +139,12 @@ def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
 
 def constant_of_trace(name: str) -> Any:
     """The constant that a ``get_attr`` node of the running `trace` reads."""
-    return getattr(get_proxy_mode().tracer.root, name)
+    return getattr(constants_of_trace(), name)
+
+
+def constants_of_trace() -> torch.nn.Module:
+    """What holds the constants of the running `trace`."""
+    return get_proxy_mode().tracer.root
 
 
 def record_call(function: Callable[..., None], tensors: Sequence[torch.Tensor]) -> None:

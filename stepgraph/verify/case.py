@@ -35,7 +35,9 @@ class Case:
     @property
     def state(self) -> State:
         """What the step reads and writes."""
-        return State(self.spec.model, self.optimizers, self.leaves, self.bound.traced.generators)
+        return State(
+            self.bound.traced.whole or self.spec.model, self.optimizers, self.leaves, self.bound.traced.generators
+        )
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -56,7 +58,7 @@ class Case:
         with torch.compiler.set_stance("force_eager"), on_device(self.optimizers):
             options = self.optimizers, spec.max_grad_norm, spec.skip_nonfinite
             options = (*options, spec.placement and spec.placement.layouts)
-            return eager_step(spec.model, spec.loss_fn, parts, *options)
+            return eager_step(spec.model, spec.loss_fn, parts, *options, whole=self.bound.traced.whole)
 
 
 def calls(program: StepProgram) -> int:

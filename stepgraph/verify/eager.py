@@ -22,10 +22,12 @@ def eager_step(
     max_grad_norm: float | None,
     skip_nonfinite: bool = False,
     layouts: Mapping[str, Layout] | None = None,
+    whole: nn.Module | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, metrics by name) of forward, backward, clipping, update and what modules do after it.
 
-    ``layouts``: of a model over ranks, by the names of its parameters.
+    ``layouts``: of a model over ranks, by the names of its parameters. ``whole``: the model with modules outside of it
+    whose parameters get gradients too, which are not clipped.
 
     ``skip_nonfinite``: parameters, buffers and optimizer state are left as they were where the loss or the norm is not
     finite.
@@ -33,13 +35,18 @@ def eager_step(
     Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
     ``param.grad`` of before; the others leave it as it was.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
+    params = [p for p in (whole or model).parameters() if p.requires_grad]
+    own = {id(p) for p in model.parameters()}
     before = [p.grad for p in params]
     for param in params:
         param.grad = None
     n, total, metrics = len(microbatches), None, {}
     reported: dict[str, list[torch.Tensor]] = {}
-    kept = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())] if skip_nonfinite else []
+    kept = (
+        [(t, t.detach().clone()) for t in (*(whole or model).parameters(), *(whole or model).buffers())]
+        if skip_nonfinite
+        else []
+    )
     with torch.enable_grad():
         for microbatch in microbatches:
             with collected() as found:
@@ -50,7 +57,7 @@ def eager_step(
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
     if max_grad_norm is not None:
-        metrics["grad_norm"] = _clip([p for p in params if p.grad is not None], max_grad_norm)
+        metrics["grad_norm"] = _clip([p for p in params if p.grad is not None and id(p) in own], max_grad_norm)
     if skip_nonfinite:
         metrics["skipped"] = ~torch.isfinite(torch.stack([total, metrics["grad_norm"]])).all()
     skipped = skip_nonfinite and bool(metrics["skipped"])

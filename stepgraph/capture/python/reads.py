@@ -20,6 +20,7 @@ import os
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -214,6 +215,17 @@ class Reads:
             for cache, size in self._caches:
                 if cache.cache_info().currsize > size:  # what it holds may be of the trace
                     cache.cache_clear()
+
+    def module_with(self, of: Any) -> tuple[str, nn.Module] | None:
+        """The outermost module outside of the model that was met and holds ``of``, a tensor or a dictionary, and its
+        path."""
+        own = set(map(id, self.model.modules()))
+        found = [one for one in self._met.values() if isinstance(one, nn.Module) and id(one) not in own]
+        sizes = {
+            i: len(list(one.modules())) for i, one in enumerate(found) if any(map(partial(_holds, of), one.modules()))
+        }
+        outermost = found[max(sizes, key=sizes.__getitem__)] if sizes else None
+        return None if outermost is None else (self._whole[id(vars(outermost))][0], outermost)
 
     def changes(self) -> list[Change]:
         """What the trace has changed of what was met; only attributes that were read count."""
@@ -466,6 +478,11 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def parts_registered(held: dict) -> tuple[dict, ...]:
     """The dictionaries of parameters, buffers and submodules among the attributes of a module."""
     return tuple(held.get(name, {}) for name in ("_parameters", "_buffers", "_modules"))
+
+
+def _holds(of: Any, module: nn.Module) -> bool:
+    parameters, buffers, _ = registered = parts_registered(vars(module))
+    return any(one is of for one in (vars(module), *registered, *parameters.values(), *buffers.values()))
 
 
 def _content(container: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from stepgraph.capture.python.reads import Change
 from stepgraph.capture.python.values import ABSENT, fake_inside, kind_of
+from stepgraph.capture.state import OutsideError
 from stepgraph.errors import CaptureError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
@@ -18,10 +19,10 @@ def refuse_kept(changes: Sequence[Change]) -> None:
     """Raise for a tensor of the step that the loss keeps outside of the model: it would be fake, and stale later."""
     for change in changes:
         if not change.of_model and fake_inside(change.new):
-            raise CaptureError(
+            raise OutsideError(
                 f"the loss keeps a tensor of the step in {change.where}, which a captured step cannot do; keep it in a "
-                "buffer of the model (assign the module to an attribute of the model before the capture), or report "
-                "it by stepgraph.metric(name, tensor)"
+                "buffer of a module, or report it by stepgraph.metric(name, tensor)",
+                change.holder,
             )
 
 
@@ -46,10 +47,10 @@ def after(changes: Sequence[Change]) -> Iterator[None]:
             change.put(change.old)
 
 
-def keep(changes: Sequence[Change]) -> None:
-    """Leave outside of the model what no later step changes, as a length that is noted once."""
+def keep(changes: Sequence[Change], of_model: bool = False) -> None:
+    """Leave outside of the model, or in it too, what no later step changes, as a length that is noted once."""
     for change in changes:
-        if not change.of_model:
+        if not change.of_model or (of_model and not fake_inside(change.new)):
             change.put(change.new)
 
 

@@ -1,0 +1,179 @@
+"""Models that make a table in their first call and read it in later ones: captured as after one call, or refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import stepgraph
+from tests.capture.conftest import check_training
+
+
+class Table(nn.Module):
+    """``make(module, x)`` gives a table, which ``keep`` keeps where ``kept`` finds it; None: nowhere yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.length, self.cached = None, None
+        self.register_buffer("table", None, persistent=False)
+        self.register_buffer("scale", torch.full((8,), 0.5))
+        self.frequencies = 1.0 / (100 ** (torch.arange(8) / 8))  # neither a parameter nor a buffer
+        self.tables = {}
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.outer(torch.arange(x.size(-2)).type_as(self.frequencies), self.frequencies).cos()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.given(x))
+
+
+class InAttribute(Table):
+    """The rotary embedding of many hand-written models."""
+
+    def given(self, x):
+        if x.size(-2) != self.length:
+            self.length = x.size(-2)
+            self.cached = self.made(x).bfloat16()
+        return self.cached[None]
+
+
+class InBuffer(Table):
+    def given(self, x):
+        if self.table is not None and self.table.size(0) >= x.size(-2):
+            return self.table[: x.size(-2)]
+        self.register_buffer("table", self.made(x) * self.scale, persistent=False)
+        return self.table
+
+
+class InDictionary(Table):
+    def given(self, x):
+        if x.size(-2) not in self.tables:
+            self.tables[x.size(-2)] = self.made(x)
+        return self.tables[x.size(-2)]
+
+
+class WrittenInPlace(Table):
+    """A mask of fairseq, which ``to`` gives back as it is."""
+
+    def given(self, x):
+        if self.cached is None or self.cached.size(0) < x.size(-2):
+            self.cached = torch.triu(torch.zeros(x.size(-2), x.size(-2)).fill_(0.25), 1)
+        self.cached = self.cached.to(x)
+        return self.cached[:, :1] + 1
+
+
+class OfBatch(Table):
+    """A scale that the first batch decides, as a data-dependent initialization."""
+
+    def given(self, x):
+        if self.cached is None:
+            self.cached = x.detach().std()
+        return self.cached
+
+
+class OfParameter(Table):
+    def given(self, x):
+        if self.cached is None:
+            self.cached = self.linear.weight.detach().norm()
+        return self.cached
+
+
+class OfMovingBuffer(Table):
+    def given(self, x):
+        if self.cached is None:
+            self.cached = self.scale * 2
+        self.scale.mul_(0.9)
+        return self.cached
+
+
+class Drawn(Table):
+    def given(self, x):
+        if self.cached is None:
+            self.cached = torch.rand(8)
+        return self.cached
+
+
+class FirstDiffers(Table):
+    def given(self, x):
+        if self.cached is None:
+            self.cached = self.made(x)
+            return self.cached * 2
+        return self.cached
+
+
+class WrittenLater(Table):
+    def given(self, x):
+        if self.cached is None:
+            self.cached = self.made(x)
+        else:
+            self.cached.mul_(0.5)
+        return self.cached
+
+
+def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.dropout(model(batch), 0.1).square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("kind", [InAttribute, InBuffer, InDictionary, WrittenInPlace])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_trains_as_eager(kind: type, accumulate: int):
+    class Batches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kind()
+
+        def forward(self, x: dict) -> torch.Tensor:
+            return self.inner(x["x"])
+
+    batches = [{"x": torch.randn(2, 6, 8)} for _ in range(3)]
+    loss = lambda m, b: F.dropout(m(b), 0.1).square().mean()  # noqa: E731
+    step = check_training(Batches(), loss, batches, adamw, accumulate=accumulate, steps=4)
+    assert "cos" not in step.graph.text() and "triu" not in step.graph.text()
+
+
+def test_the_model_is_left_as_after_a_call():
+    model, x = InAttribute(), torch.randn(2, 6, 8)
+    called = copy.deepcopy(model)
+    called(x)
+    step = stepgraph.capture(model, loss_fn, x, adamw(model), passes="exact")
+    assert model.length == 6 and torch.equal(model.cached, called.cached)
+    step(x)
+    longer = torch.randn(2, 9, 8)  # a table of its own, as in eager
+    assert step.verify(longer).bitwise
+    step(longer)
+    assert step.verify(x).bitwise
+
+
+@pytest.mark.parametrize("kind", [OfBatch, OfParameter, OfMovingBuffer, Drawn, FirstDiffers, WrittenLater])
+def test_others_are_refused_and_leave_the_model_as_it_was(kind: type):
+    model, x = kind(), torch.randn(2, 6, 8)
+    with pytest.raises(stepgraph.CaptureError, match=r"cached|neither its parameter nor its buffer") as caught:
+        stepgraph.capture(model, loss_fn, x, adamw(model), passes="exact")
+    assert "\n" not in str(caught.value)
+    assert model.cached is None and model.length is None and model.table is None
+
+
+def test_arrays_of_what_is_known():
+    """`.numpy()` of lengths, which cannot be written."""
+
+    def loss(model: nn.Module, batch: dict) -> torch.Tensor:
+        lengths = batch["lengths"].cpu().numpy()
+        mask = torch.arange(int(lengths.max()))[None] < torch.as_tensor(lengths)[:, None]
+        return (model(batch["x"]) * mask[..., None]).square().sum()
+
+    batches = [{"x": torch.randn(2, 5, 8), "lengths": torch.tensor([5, 2 + i])} for i in range(2)]
+    check_training(nn.Linear(8, 8), loss, batches, adamw, steps=3)
+
+    def writing(model: nn.Module, batch: dict) -> torch.Tensor:
+        batch["lengths"].numpy()[0] = 3
+        return loss(model, batch)
+
+    with pytest.raises(ValueError, match="read-only"):
+        stepgraph.capture(nn.Linear(8, 8), writing, batches[0], passes="exact")
