@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stepgraph import compat
+from stepgraph.capture.value_checks import check_call
 from stepgraph.kernels.masked_sum import masked_sum, selected_sum
 
 #: Operators that eager calls for values alone, or for vectors too where gradients need them, and where values are.
@@ -27,14 +28,16 @@ _VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_no
 
 
 class EagerFormulas(TorchFunctionMode):
-    """Inside, ``prod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's gradients.
+    """Inside, ``prod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's gradients, and calls
+    the checks of `stepgraph.capture.value_checks`.
 
-    ``is_known``: whether a mask's values are known, and with them how many elements it selects.
+    ``is_known``: whether a mask's values are known, and with them how many elements it selects. ``is_literal``: whether
+    they follow from literals.
     """
 
-    def __init__(self, is_known: Callable[[Tensor], bool]) -> None:
+    def __init__(self, is_known: Callable[[Tensor], bool], is_literal: Callable[[Tensor], bool]) -> None:
         super().__init__()
-        self.is_known = is_known
+        self.is_known, self.is_literal = is_known, is_literal
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,8 +47,13 @@ class EagerFormulas(TorchFunctionMode):
             return _values(func, args, kwargs)
         if func in (torch.ctc_loss, nn.functional.ctc_loss):
             return _ctc_loss(func, *args, **kwargs)
+        if compat.in_function_transform():
+            return func(*args, **kwargs)
+        answer = check_call(func, args, kwargs, self.is_literal)
+        if answer is not None:
+            return answer
         special = _SPECIAL.get(func)
-        if special is None or not torch.is_grad_enabled() or compat.in_function_transform():
+        if special is None or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if special is _put and any(map(self.is_known, _masks(args[1]))):
             return func(*args, **kwargs)

@@ -181,14 +181,16 @@ class Recorder:
     """Attributes every node of a graph as a trace creates it. One per trace.
 
     ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `stepgraph.capture.recorder`.
-    ``is_known``: whether the values of a tensor are known, see `stepgraph.capture.known`. ``reducing``: for collectives
-    that reduce a parameter's gradient, the parameter's placeholder.
+    ``is_known``: whether the values of a tensor are known, and ``is_literal``, whether they follow from literals, see
+    `stepgraph.capture.known`. ``reducing``: for collectives that reduce a parameter's gradient, the parameter's
+    placeholder.
     """
 
     def __init__(self, model: nn.Module, repeated: Collection[int] = ()):
         self.model = model
         self.phase = "loss"
         self.is_known: Callable[[torch.Tensor], bool] = lambda _: False
+        self.is_literal = self.is_known
         self.latest: fx.Node | None = None
         self.stack: list[str] = []
         self._regions: list[str] = []  # open ones
@@ -288,13 +290,16 @@ class Recorder:
                 listening() as self._regions,
                 compat.watch_autocast(self._refuse_unclosed) as casts,
                 autocast.Kept(casts),
-                EagerFormulas(lambda mask: self.is_known(mask)),
+                self._formulas(),
                 compat.intercept_checkpoint(self._in_checkpoint),
                 self._repeats if self._repeats.calls else contextlib.nullcontext(),
             ):
                 yield
         finally:
             self._regions = []
+
+    def _formulas(self) -> EagerFormulas:
+        return EagerFormulas(lambda mask: self.is_known(mask), lambda tensor: self.is_literal(tensor))
 
     def _refuse_unclosed(self, name: str) -> None:
         """Casts of weights that no ``torch.autocast`` ends stay in eager's cache."""
@@ -331,7 +336,7 @@ class Recorder:
         self._open, self._again, self.stack[:] = call, True, stack
         try:
             # `torch.autograd.grad` leaves such a mode of the trace.
-            with self._repeats.again(drawn), EagerFormulas(lambda mask: self.is_known(mask)):
+            with self._repeats.again(drawn), self._formulas():
                 yield
         finally:  # torch ends it by an exception once nothing more is needed
             self._open, self._again, self.stack[:] = before

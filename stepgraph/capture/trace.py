@@ -434,7 +434,7 @@ class StepTrace:
         with compat.without_modes():  # a copy from a GPU would be fake
             on_host = {node: value.cpu() for node, value in known.items()}
         found = KnownValues(on_host, self.batch_reads, self.exact)
-        self.recorder.is_known = found.knows_of_batch
+        self.recorder.is_known, self.recorder.is_literal = found.knows_of_batch, found.knows
         return found
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:

@@ -53,6 +53,7 @@ from stepgraph.compat.distributed import (
     with_local,
 )
 from stepgraph.compat.eager import (
+    assert_all,
     autocast_dtype,
     below_autograd,
     cuda_device_and_stream,
@@ -62,6 +63,7 @@ from stepgraph.compat.eager import (
     in_plain_eager,
     kept_settings,
     open_around,
+    outside_function_modes,
     scaled_grouped_mm,
     scaled_mm,
     settings,

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -80,6 +81,18 @@ def scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, of
     or (M, K) with (K, N), where they are ends of places that are summed over. Sums stay in the tensor cores'
     accumulators."""
     return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def assert_all(holds: Tensor, message: str) -> None:
+    """Raise ``RuntimeError`` with ``message`` unless all of ``holds`` is true: on a GPU when the device finds out."""
+    torch._assert_async(holds.all(), message)
+
+
+def outside_function_modes(frame: FrameType) -> FrameType:
+    """``frame``, or the innermost one around it that is not of a ``TorchFunctionMode`` of torch's."""
+    while frame.f_back is not None and frame.f_code.co_filename == torch.utils._device.__file__:
+        frame = frame.f_back
+    return frame
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stepgraph.compat.eager import assert_all
 from stepgraph.compat.replaced import replaced, replaced_functions
 
 #: What fake tensors raise where a value, not only a shape, would be needed.
@@ -242,22 +243,18 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
 
 @contextlib.contextmanager
 def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, torch's checks that all elements of a tensor are true look at tensors whose values are ``known``, and
-    ``torch.distributions`` checks arguments only where that was asked for (``validate_args=True``).
-
-    They would otherwise ask for a value that a trace has not. transformers checks so that a batch holds as many image
-    tokens as image features.
-    """
+    """Inside, torch's checks that all elements of a tensor are true look at tensors whose values are ``known``; for
+    others, a step that runs raises the error. transformers checks so that a batch holds as many image tokens as image
+    features."""
     check = torch._check_tensor_all_with
 
     def check_known(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
         if known(cond):
             check(error_type, cond, message)
+        else:
+            assert_all(cond, str(message() if callable(message) else message or "Expected all elements to be true"))
 
-    with (
-        replaced(torch, _check_tensor_all_with=check_known),
-        replaced(torch.distributions.Distribution, _validate_args=False),
-    ):
+    with replaced(torch, _check_tensor_all_with=check_known):
         yield
 
 

@@ -159,7 +159,7 @@ def test_a_frozen_token_written_at_a_mask(check_training):
     )
 
 
-def test_checks_of_values_are_left_out(check_training):
+def test_checks_of_values_that_hold_change_nothing(check_training):
     """Such as that of transformers, which counts a batch's image tokens."""
 
     def checked(model, batch):

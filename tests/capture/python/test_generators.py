@@ -120,7 +120,7 @@ def test_a_generator_of_the_model_is_drawn_from():
     assert all(map(torch.equal, *ends))
 
 
-def test_what_distributions_check_is_left_out(check_training, monkeypatch):
+def test_what_distributions_check_changes_nothing_where_it_holds(check_training, monkeypatch):
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile turns it off for good
 
     def sampled(model, batch):
