@@ -235,7 +235,7 @@ class CapturedStep:
 
     def __call__(self, batch: Any) -> torch.Tensor:
         """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
-        _refuse_autocast()
+        _refuse_modes()
         leaves, spec = flatten_batch(batch)
         (loss, self.metrics), repeated = self._until_it_fits(lambda: self._run(batch, leaves, spec))
         if self._current.traced.grow:
@@ -276,7 +276,7 @@ class CapturedStep:
         Raises:
             stepgraph.CaptureError: as a call of the step.
         """
-        _refuse_autocast()
+        _refuse_modes()
         if self.pipeline is not None:
             raise ValueError("verify compares with eager, which runs whole models: verify on a mesh without pp")
         current, metrics = self._current, self.metrics
@@ -407,7 +407,8 @@ def _of_another_form(batch: Any) -> str:
     return "a batch of another form: " if first is None else f"a batch of another form, {name} {[*first.shape]}: "
 
 
-def _refuse_autocast() -> None:
+def _refuse_modes() -> None:
+    checks.refuse_anomaly_mode()
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError(
             "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"

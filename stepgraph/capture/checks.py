@@ -228,6 +228,35 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any], before: Hos
     )
 
 
+def refuse_anomaly_mode() -> None:
+    """Raise if autograd is to look for NaN in each gradient."""
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "torch.autograd.detect_anomaly is on, and a captured step has no backward of autograd that it could check; "
+            "switch it off, or look for NaN in eager mode"
+        )
+
+
+def refuse_draws(before: HostRandom, what: str) -> None:
+    """Raise if ``what`` has drawn random numbers on the host since ``before``."""
+    if moved := before.moved():
+        before.restore()
+        raise CaptureError(
+            f"{what} draws numbers from {' and '.join(moved)}, which would be the same in every step; draw them with "
+            "torch, or in the loss function"
+        )
+
+
+def refuse_buffers_as_numbers(read: Iterable[torch.Tensor], slots: Sequence[Slot]) -> None:
+    """Raise if an optimizer's step has ``read`` a tensor of the model on the host, which forward may write before."""
+    names = {compat.storage_key(slot.tensor): slot.name for slot in slots if not slot.is_parameter}
+    for name in filter(None, (names.get(compat.storage_key(tensor)) for tensor in read)):
+        raise CaptureError(
+            f"the optimizer's step computes with {name} of the model as a number, and a captured step would take it "
+            "from before forward; keep it in the state of a parameter, or set a group's option between steps"
+        )
+
+
 def refuse_metrics_of_stages(reported: Iterator[str], staged: bool) -> None:
     """Raise for metrics of a model that is cut into the stages of a pipeline."""
     if staged and (name := next(reported, "")):
@@ -267,6 +296,17 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
             )
 
 
+def refuse_batch_in_buffers(held: Sequence[tuple], of_batch: Sequence[torch.Tensor], exact: bool) -> None:
+    """Raise, or without ``exact`` warn, if forward has put memory of the batch itself into a buffer: what the caller
+    writes there later, as where one tensor is filled for each step, is the buffer's in eager. ``held``: (slot, its
+    stand-in, what is held)."""
+    memory = set(storages(of_batch)) - {0}
+    for slot, old, new in held:
+        if new is not old and isinstance(new, torch.Tensor) and storages([new])[0] in memory:
+            fix = "which its caller may write to later; assign a clone()"
+            _refuse(f"forward puts a tensor of the batch into {slot.name}, {fix}", exact)
+
+
 def refuse_attributes_set(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], exact: bool) -> None:
     """Raise, or without ``exact`` warn, if forward has set an attribute of a tensor of the model."""
     for slot, tensor in zip(slots, tensors, strict=True):
@@ -303,8 +343,10 @@ def refusing_facts(
             what, fix = "asks for .is_set_to", "pass what it is to decide in the batch"
         elif name in ("_version", "_base", "_is_view") and storages([tensor])[0] in of_inputs:
             what, fix = f"asks for .{name} of an input of the step", "pass what it is to decide in the batch"
-        elif name == "storage_offset" and storages([tensor])[0] in of_batch:
-            what, fix = "asks for .storage_offset() of the batch", "give a clone(), or pass the offset in the batch"
+        elif name in ("storage().nbytes", "storage().size") and tensor._cdata in of_batch:
+            what, fix = "asks for the size of the memory of the batch", "ask a tensor for its own, or pass it"
+        elif name in ("storage_offset", "is_shared") and storages([tensor])[0] in of_batch:
+            what, fix = f"asks for .{name}() of the batch", "give a clone(), or pass what it is to decide in the batch"
         else:
             return
         raise CaptureError(

@@ -32,16 +32,19 @@ class EagerFormulas(TorchFunctionMode):
     the checks of `stepgraph.capture.value_checks`.
 
     ``is_known``: whether a mask's values are known, and with them how many elements it selects. ``is_literal``: whether
-    they follow from literals.
+    they follow from literals. ``look``: called before each function.
     """
 
-    def __init__(self, is_known: Callable[[Tensor], bool], is_literal: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, is_known: Callable[[Tensor], bool], is_literal: Callable[[Tensor], bool], look: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self.is_known, self.is_literal = is_known, is_literal
+        self.is_known, self.is_literal, self.look = is_known, is_literal, look
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self.look()
         kwargs = dict(kwargs or {})
         if getattr(func, "__name__", "") in _VALUES:
             return _values(func, args, kwargs)

@@ -30,7 +30,7 @@ from stepgraph import compat
 from stepgraph.capture.autocast import CALL_OTHERS
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
 from stepgraph.capture.python.values import counts
-from stepgraph.errors import noting_refusals
+from stepgraph.errors import noting_refusals, warn_caller
 from stepgraph.graph.facts import is_view
 from stepgraph.kernels.ctc import ctc_loss
 
@@ -255,6 +255,22 @@ class KnownValues(compat.DispatchMode):
     def knows_of_batch(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals and the batch's integers."""
         return compat.node_of_trace(tensor) is not None and self._knows_all(tensor)
+
+    def hides_alike(self, mask: Tensor, leaves: Sequence[Any], microbatches: int) -> bool:
+        """Whether the values of ``mask`` are known, and it hides something in each of the microbatches that ``leaves``
+        of a batch are split into, or in none. Warns where it does in some."""
+        if microbatches == 1 or not self.knows_of_batch(mask) or self.knows(mask):
+            return self.knows_of_batch(mask)
+        kept = self.kept_for_host(mask)
+        with compat.without_modes(), torch.no_grad():
+            parts = [self._reads.values([kept], leaves, k, microbatches)[0] for k in range(microbatches)]
+            answers = {bool(part.all()) for part in parts}
+        if len(answers) > 1 and compat.node_of_trace(mask) not in self._batch:  # of its own masks the step warns itself
+            warn_caller(
+                f"a mask of shape {list(mask.shape)} hides nothing in one microbatch, where eager drops it, and "
+                "something in another: it is kept in all, which may change the last bits"
+            )
+        return len(answers) == 1
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """What a known ``tensor`` of the example batch holds, on the CPU."""

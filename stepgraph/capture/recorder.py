@@ -288,8 +288,8 @@ class Recorder:
                 compat.replaced(nn.Module, __call__=call),
                 compat.attention_as_in_eager(),
                 listening() as self._regions,
-                compat.watch_autocast(self._refuse_unclosed) as casts,
-                autocast.Kept(casts),
+                compat.watch_autocast(self._refuse_unclosed) as self._casts,
+                autocast.Kept(self._casts),
                 self._formulas(),
                 compat.intercept_checkpoint(self._in_checkpoint),
                 self._repeats if self._repeats.calls else contextlib.nullcontext(),
@@ -299,7 +299,22 @@ class Recorder:
             self._regions = []
 
     def _formulas(self) -> EagerFormulas:
-        return EagerFormulas(lambda mask: self.is_known(mask), lambda tensor: self.is_literal(tensor))
+        flushes = compat.flushes_denormal()
+
+        def look() -> None:
+            """Setters in C that were imported under other names show in what they set."""
+            for kind in ("cpu", "cuda"):
+                if not self._casts and torch.is_autocast_enabled(kind):
+                    torch.set_autocast_enabled(kind, False)
+                    self._refuse_unclosed("a function of torch")
+            if compat.flushes_denormal() != flushes:
+                torch.set_flush_denormal(flushes)
+                raise CaptureError(
+                    f"{self._where()} changes torch's setting of flush denormal, and the operators of a captured step "
+                    "run with the setting of its call; set it before"
+                )
+
+        return EagerFormulas(lambda mask: self.is_known(mask), lambda tensor: self.is_literal(tensor), look)
 
     def _refuse_unclosed(self, name: str) -> None:
         """Casts of weights that no ``torch.autocast`` ends stay in eager's cache."""

@@ -137,6 +137,7 @@ def trace_step(
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
+    checks.refuse_anomaly_mode()
     leaves, _ = flatten_batch(batch)
     checks.check_modules(model)
     checks.check_signature(loss_fn, model, batch)
@@ -303,7 +304,8 @@ class StepTrace:
     def program(self) -> StepProgram:
         """The graphs of the step and their schedule."""
         if self.update:
-            self.update.prepare({id(slot.tensor): slot for slot in self.slots}, self.mode, self.home)
+            with self._of_optimizers():
+                self.update.prepare({id(slot.tensor): slot for slot in self.slots}, self.mode, self.home)
         return self.whole() if self.accumulate == 1 else self.accumulation()
 
     def drop_state(self) -> None:
@@ -452,7 +454,7 @@ class StepTrace:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor], list]:
         """(loss, gradients by slot, what each place of the model holds after forward: see `write_assigned`)."""
         kept_before, modules_before = {one.id for one in kept_tensors(self.reached)}, dict(self.reached.named_modules())
-        places, alone = checks.storages(tensors), self.exact and self.accumulate == 1
+        places, whole = checks.storages(tensors), flatten_batch(self.batch)[0]
         with (
             self.recorder.watch_graph(compat.graph_of_trace()),
             swapped(self.reached, self.slots, tensors),
@@ -461,8 +463,11 @@ class StepTrace:
             torch.enable_grad(),
             self._knowing(flat, tensors, batch) as self._known,
             recorded_launches(self._known.note_writes),
-            # Microbatches of one graph may differ in what a mask hides.
-            compat.transformers_sees_values(self._known.knows_of_batch if alone else self._known.knows),
+            compat.transformers_sees_values(
+                partial(self._known.hides_alike, leaves=whole, microbatches=self.accumulate)
+                if self.exact
+                else self._known.knows
+            ),
             compat.checks_of_known_values(self._known.knows),
             compat.lists_of_fake_tensors(self._known.listed),
             checks.refusing_scalers(self.recorder),
@@ -485,6 +490,7 @@ class StepTrace:
             checks.refuse_replaced(modules_before, self.reached)
             checks.refuse_data_assigned(self.slots, tensors, places)
             checks.refuse_attributes_set(self.slots, tensors, self.exact)
+            checks.refuse_batch_in_buffers(held, [t for where, _ in batch.values() for t in flat[where]], self.exact)
             replaced = {slot.name for slot, tensor, new in held if new is not tensor}
             for node, slot in self.settings.items():
                 moves = slot.name in replaced or self._known.is_written(node)
@@ -559,6 +565,7 @@ class StepTrace:
                 if len(self.repeated or ()) < len(calls) and "modified by an inplace" in str(error):
                     raise RunAgain(calls) from error
                 raise
+            checks.refuse_draws(self.reads.random, "backward")
             for i, (path, param) in enumerate(params):
                 self.recorder.attribute(path, param)
                 if grads[i] is not None:
@@ -586,6 +593,19 @@ class StepTrace:
             if isinstance(error, DrawsFound) or not (recording.draws.calls or recording.failed):
                 raise
             raise DrawsFound(None) from error
+
+    @contextlib.contextmanager
+    def _of_optimizers(self) -> Iterator[None]:
+        """Inside, the ``step()`` of optimizers runs: Python must do nothing in it that each step would do again."""
+        if not self.update.own:
+            yield
+            return
+        for optimizer in self.update.own:
+            for name, value in vars(optimizer).items():
+                self.reads.random.add(f"{type(optimizer).__name__}.{name}", getattr(value, "__self__", value))
+        with refusing_seeds(self.recorder), checks.refusing_settings(self.recorder):
+            yield
+        checks.refuse_draws(self.reads.random, "the optimizer's step")
 
     @contextlib.contextmanager
     def _in_optimizer(self) -> Iterator[None]:
@@ -621,9 +641,10 @@ class StepTrace:
         self.updated = set()
         if self.update:
             given = inputs.add_host, self.mode
-            with self.reads.noted() if self.update.own else contextlib.nullcontext():
+            with self.reads.noted() if self.update.own else contextlib.nullcontext(), self._of_optimizers():
                 self.updated = self.update.record(groups, grads, flat, attribute, skip, *given)
                 writes.refuse_by_optimizer(self.reads.changes() if self.update.own else [])
+            checks.refuse_buffers_as_numbers((t for host in self.update.hosts for t in host.outside), self.slots)
         if self.update:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)

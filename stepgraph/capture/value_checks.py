@@ -29,6 +29,8 @@ _SAME = ("_to_copy", "clone", "index", "gather", "index_select")
 def check_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_literal: Callable) -> bool | None:
     """Record what eager checks in a call of ``func``; the answer to a question for a truth value that such a check
     asks. ``is_literal``: whether the values of a tensor follow from literals, whose checks are eager's."""
+    if func not in _CHECKED or not compat.is_tracing():
+        return None
     if func is Tensor.__bool__ and not is_literal(args[0]):
         frame = compat.outside_function_modes(sys._getframe(2))
         if frame.f_code.co_filename.startswith(_DISTRIBUTIONS) and frame.f_code.co_name in _CHECKS:
@@ -36,14 +38,15 @@ def check_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_l
             return True
     elif func is nn.functional.one_hot:
         _check_classes(*args, **kwargs)
-    elif func in _QUANTILES:
+    elif func is not Tensor.__bool__:
         q = kwargs["q"] if "q" in kwargs else args[1]
         if isinstance(q, Tensor) and q.device.type == "cpu":
             compat.assert_all(q.ge(0).logical_and_(q.le(1)), "quantile() q values must be in the range [0, 1]")
     return None
 
 
-_QUANTILES = (torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile)
+_CHECKED = {Tensor.__bool__, nn.functional.one_hot}
+_CHECKED |= {torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquantile}
 
 
 def _message(frame: FrameType) -> str:

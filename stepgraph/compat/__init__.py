@@ -58,6 +58,7 @@ from stepgraph.compat.eager import (
     below_autograd,
     cuda_device_and_stream,
     empty_strided,
+    flushes_denormal,
     has_autocast_rule,
     in_function_transform,
     in_plain_eager,

@@ -174,6 +174,11 @@ _READ_BY_OPERATORS = ("blas", "cpu", "cublas", "default_dtype", "deterministic",
 _READ_BY_OPERATORS += ("nnpack", "onednn")
 
 
+def flushes_denormal() -> bool:
+    """Whether this thread computes zero for numbers below the least normal one."""
+    return sys.float_info.min / 2 == 0
+
+
 @contextlib.contextmanager
 def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
     """Inside, ``change(name)`` is called before this thread gives a setting that operators read when they run another
@@ -203,7 +208,7 @@ def kept_settings(change: Callable[[str], None]) -> Iterator[None]:
     in_torch = {
         "set_num_threads": checked("num_threads", torch.set_num_threads),
         "use_deterministic_algorithms": checked("deterministic_algorithms", torch.use_deterministic_algorithms),
-        "set_flush_denormal": checked("flush_denormal", torch.set_flush_denormal, lambda: sys.float_info.min / 2 == 0),
+        "set_flush_denormal": checked("flush_denormal", torch.set_flush_denormal, flushes_denormal),
     }
     with (
         replaced_functions(torch, **in_torch),

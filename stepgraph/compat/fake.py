@@ -109,7 +109,7 @@ _HELD = vars(torch.Tensor)["__dict__"]
 
 #: What Python may ask of a tensor besides its shape and values, which a fake tensor answers by what the trace did.
 _FACTS = ("_version", "_base", "grad", "__dict__")
-_FACTS_CALLED = ("_is_view", "is_set_to", "storage_offset", "__dir__")
+_FACTS_CALLED = ("_is_view", "is_set_to", "is_shared", "storage_offset", "__dir__")
 #: Attributes that fake tensors alone have.
 _OF_FAKE = ("constant", "dispatch_keys", "fake_mode", "pytype", "real_tensor")
 _CLASS = " class"
@@ -148,9 +148,9 @@ def facts_of_fake_tensors(
     ask: Callable[[Any, str, str], None], counts: Callable[[str], bool], is_under_torch: Callable[[str], bool]
 ) -> Iterator[None]:
     """Inside, ``ask(tensor, name, file)`` is called before code in ``file`` reads a fake tensor's version, view, place
-    in its memory, gradient, attributes, or its memory's device, and before it assigns ``.grad`` or ``.data`` (``name``
-    then ends in " ="). Code in files that ``counts`` finds no attributes that fake tensors alone have; code in files
-    that are not ``is_under_torch`` finds eager's ``__class__``."""
+    in its memory, gradient, attributes, or its memory's device or size, and before it assigns ``.grad`` or ``.data``
+    (``name`` then ends in " ="). Code in files that ``counts`` finds no attributes that fake tensors alone have; code
+    in files that are not ``is_under_torch`` finds eager's ``__class__``."""
 
     def asked(name: str) -> property:
         found = _HELD if name == "__dict__" else getattr(torch.Tensor, name)
@@ -192,13 +192,18 @@ def facts_of_fake_tensors(
             frame = frame.f_back or frame
         return FakeTensor if is_under_torch(frame.f_code.co_filename) else class_in_eager(tensor)
 
-    def device_of(storage: torch.UntypedStorage) -> torch.device:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename == torch.storage.__file__:
-            frame = frame.f_back
-        if (found := device.__get__(storage)).type == "meta":
-            ask(storage, "storage().device", frame.f_code.co_filename)
-        return found
+    def of_storage(name: str) -> Callable[[torch.UntypedStorage], Any]:
+        plain = getattr(torch.UntypedStorage, name)
+
+        def read(storage: torch.UntypedStorage) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename == torch.storage.__file__:
+                frame = frame.f_back
+            if device.__get__(storage).type == "meta":
+                ask(storage, f"storage().{name}", frame.f_code.co_filename)
+            return plain.__get__(storage) if name == "device" else plain(storage)
+
+        return read
 
     device = torch.UntypedStorage.device
     facts = {name: asked(name) for name in (*_FACTS, "data")} | {name: called(name) for name in _FACTS_CALLED}
@@ -206,7 +211,8 @@ def facts_of_fake_tensors(
     bases = FakeTensor.__bases__
     FakeTensor.__bases__ = (type(torch.Tensor)("Tensor", bases, facts),)  # a class's own __class__ cannot be set
     try:
-        with replaced(torch.UntypedStorage, device=property(device_of)):
+        sizes = {name: of_storage(name) for name in ("nbytes", "size")}
+        with replaced(torch.UntypedStorage, device=property(of_storage("device")), **sizes):
             yield
     finally:
         FakeTensor.__bases__ = bases

@@ -80,16 +80,17 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
     called or read: a graph's passes come first, and most graphs are then run node by node or compiled.
 
     It switches autocast's cache off; here that is as outside, since gradients of a weight that is cast once are added
-    up in the lower precision.
+    up in the lower precision. Code that asks whether FX traces it is answered as in eager.
     """
     caches = torch.is_autocast_cache_enabled()
 
-    def with_cache(*flat: torch.Tensor) -> Any:
-        torch.set_autocast_cache_enabled(caches)  # put back by make_fx
+    def as_outside(*flat: torch.Tensor) -> Any:
+        torch.set_autocast_cache_enabled(caches)  # both are put back by make_fx
+        torch.fx._symbolic_trace._is_fx_tracing_flag = False
         return function(*flat)
 
     with collector_off(), _use_lazy_graph_module(True), _generators_as_arguments():
-        return make_fx(with_cache, _disable_torch_fn_metadata_mode=True)(*fakes)
+        return make_fx(as_outside, _disable_torch_fn_metadata_mode=True)(*fakes)
 
 
 @contextlib.contextmanager
@@ -333,15 +334,15 @@ def attention_as_in_eager() -> Iterator[None]:
 def inline_compiled() -> Iterator[None]:
     """Inside, functions and modules that ``torch.compile`` made run what they were made from, so that a trace sees it.
 
-    Without it they refuse to be traced. One made with ``fullgraph=True`` leaves behind, in torch 2.11, that Dynamo
-    compiles nothing after a graph break: for the rest of the process, were that not put back.
+    One made with ``fullgraph=True`` leaves behind, in torch 2.11, that Dynamo compiles nothing after a graph break: for
+    the rest of the process, were that not put back.
     """
-    from torch._dynamo import config, eval_frame  # a second to load, which only a trace needs
+    from torch._dynamo import eval_frame  # a second to load, which only a trace needs
 
     put = getattr(eval_frame, "set_eval_frame_override", None)
     before = put(eval_frame._EvalFrameOverride.NONE) if put else None
     try:
-        with config.patch(error_on_nested_fx_trace=False):
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         if put:

@@ -240,6 +240,23 @@ def test_buffers_that_forward_makes_share_memory_or_share_it_no_more(function, c
     assert message in refuse(function, model=model)
 
 
+@pytest.mark.parametrize("part", [lambda x: x, lambda x: x.detach(), lambda x: x[:, :4]])
+def test_a_buffer_that_is_memory_of_the_batch(part):
+    """Its caller may fill the same tensor for the next step, and eager's buffer with it."""
+
+    def loss(model, x):
+        loss = (model(x) + model.before.mean()).square().mean()
+        model.before = part(x)
+        return loss
+
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    model.register_buffer("before", torch.zeros(3, 4))
+    with pytest.raises(CaptureError, match=r"forward puts a tensor of the batch into before.*assign a clone"):
+        stepgraph.capture(model, loss, x, passes="exact")
+    with pytest.warns(UserWarning, match="forward puts a tensor of the batch into before"):
+        stepgraph.capture(model, loss, x, passes=["fuse_norm"])
+
+
 @pytest.mark.parametrize("share", [lambda t: t, lambda t: t[1:], lambda t: torch.from_numpy(t.numpy())])
 @pytest.mark.parametrize("name", ["plain", "other"])
 def test_a_buffer_that_is_written_and_read_by_another_name(share, name):

@@ -9,9 +9,14 @@ import warnings
 
 import pytest
 import torch
+from torch import manual_seed as seed
 from torch import nn
+from torch import set_autocast_cpu_enabled as autocast
+from torch import set_flush_denormal as flush
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx._symbolic_trace import is_fx_tracing
 from torch.overrides import TorchFunctionMode
+from torch.random import get_rng_state as state
 
 import stepgraph
 from stepgraph import CaptureError
@@ -77,6 +82,13 @@ def in_autocast(model, x):
     return y.float()
 
 
+def in_named_autocast(model, x):
+    autocast(True)
+    y = model.linear(x * 2)
+    autocast(False)
+    return y.float()
+
+
 def strict(model, x):
     torch.use_deterministic_algorithms(True)
     return model.linear(x)
@@ -88,6 +100,9 @@ FACTS = {
     "asks for ._base of an input": lambda model, x: model.linear(x) * (1.0 if x._base is None else 2.0),
     "asks for ._is_view of an input": lambda model, x: model.linear(x) * (1 + x._is_view()),
     "asks for .storage_offset.. of the batch": lambda model, x: model.linear(x) * (1 + x[1:].storage_offset()),
+    "asks for .is_shared.. of the batch": lambda model, x: model.linear(x) * (1 + x.is_shared()),
+    "asks for the size of the memory of the batch": lambda model, x: model.linear(x) * x.untyped_storage().nbytes(),
+    "asks for the size of the memory of": lambda model, x: model.linear(x) * x.storage().size(),
     "asks for .is_set_to": lambda model, x: model.linear(x) * (1 + (y := x * 2).is_set_to(y)),
     "asks for tensor.__dict__": lambda model, x: model.linear(x) * len(vars(model.linear.weight)),
     "asks for tensor.__dict__, which": lambda model, x: model.linear(x) * len(x.__dict__),
@@ -107,7 +122,11 @@ FACTS = {
     "changes torch's setting of flush denormal": lambda model, x: (
         model.linear(x) * torch.set_flush_denormal(sys.float_info.min / 2 > 0)
     ),
+    "changes torch's setting of flush": lambda model, x: model.linear(x) * flush(sys.float_info.min / 2 > 0),
     "switches autocast on by torch.set_autocast_enabled": in_autocast,
+    "switches autocast on by a function of torch": in_named_autocast,
+    "sets the state of torch's random generator": lambda model, x: model.linear(x) * bool(seed(1)),
+    "reads the state of torch's random generator": lambda model, x: model.linear(x) * len(state()),
     "changes torch's setting of num threads": lambda model, x: model.linear(x) * (torch.set_num_threads(7) or 1),
 }
 
@@ -118,6 +137,22 @@ def test_facts_that_a_trace_does_not_have(message):
         stepgraph.capture(Model(FACTS[message]), loss_fn, torch.randn(3, 4), passes="exact")
     assert "\n" not in str(caught.value)
     assert torch.get_default_dtype() is torch.float32 and not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_autocast_enabled("cpu") and sys.float_info.min / 2 > 0
+
+
+def test_code_that_asks_whether_it_is_traced():
+    model = Model(lambda model, x: model.linear(x) * (2 if is_fx_tracing() or torch.compiler.is_compiling() else 1))
+    assert stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes="exact").verify(torch.randn(3, 4)).bitwise
+
+
+def test_anomaly_mode_is_refused():
+    """In eager it raises for a gradient that is NaN."""
+    model, x = Model(lambda model, x: model.linear(x)), torch.randn(3, 4)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    with torch.autograd.detect_anomaly(), pytest.raises(CaptureError, match="detect_anomaly is on"):
+        step(x)
+    with torch.autograd.detect_anomaly(), pytest.raises(CaptureError, match="detect_anomaly is on"):
+        stepgraph.capture(model, loss_fn, x)
 
 
 def test_facts_of_what_the_step_makes(check_training):

@@ -116,3 +116,8 @@ def test_a_mask_that_the_loss_makes_is_dropped_as_in_eager():
     step = stepgraph.capture(model, of_ids, {"input_ids": ids}, passes="exact")
     for given in (ids, padded, ids.flip(1), padded.flip(0)):
         assert step.verify({"input_ids": given}).bitwise
+    halves = stepgraph.capture(model, of_ids, {"input_ids": ids}, accumulate=2, passes="exact")
+    for given in (ids, torch.cat([padded[:1]] * 2), ids.flip(1)):
+        assert halves.verify({"input_ids": given}).bitwise
+    with pytest.warns(UserWarning, match=r"a mask of shape \[1, 24\] hides nothing in one microbatch"):
+        halves({"input_ids": padded})

@@ -2,16 +2,19 @@
 
 import copy
 import functools
+import os
 import warnings
 from math import sqrt
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
+from stepgraph import CaptureError
 from tests.capture.own_optimizers import WRITTEN, Counted, Momentum, OfItself, ScheduleFree, Written
 
 optim = torch.optim
@@ -339,6 +342,28 @@ class Around(optim.Optimizer):
         self.inner.step()
 
 
+class Drawing(Written):
+    """Draws numbers on the host, by a generator of its own."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.draw = np.random.default_rng(0).random
+
+    def update(self, p, grad, state, group):
+        p.add_(grad, alpha=-self.draw())
+
+
+class Entropic(Written):
+    def update(self, p, grad, state, group):
+        p.add_(grad, alpha=-os.urandom(1)[0] / 255)
+
+
+class Seeding(Written):
+    def update(self, p, grad, state, group):
+        torch.manual_seed(1)
+        p.add_(torch.rand_like(grad), alpha=-0.1)
+
+
 LOG = []
 
 
@@ -361,6 +386,9 @@ class LoggingElsewhere(Written):
         (Around, "Around.inner is another optimizer, AdamW"),
         (Logging, "Logging.step changes what its attributes hold"),
         (LoggingElsewhere, r"sets .*LOG from .* in Python"),
+        (Drawing, r"the optimizer's step draws numbers from the generator Drawing\.draw, which"),
+        (Entropic, "the optimizer's step draws numbers from the system's entropy, which"),
+        (Seeding, r"\(.*test_own_step.py:\d+\) sets the state of torch's random generator"),
         (Marking, "Marking.step sets count of a parameter in Python"),
         (Forgetting, "Forgetting.step replaces its state as a whole"),
         (Growing, "Growing.step changes its list of parameter groups"),
@@ -377,6 +405,19 @@ def test_refusals(make, message):
     assert "\n" not in str(error.value)
     assert optimizer.state.keys() <= set(twin.parameters())
     assert not compat_left(optimizer)
+
+
+def test_a_buffer_of_the_model_as_a_number_of_the_optimizer():
+    """The host would read it before forward writes it."""
+
+    class Scaled(Written):
+        def update(self, p, grad, state, group):
+            p.add_(grad * twin.scale, alpha=-0.1)
+
+    twin, (batch,) = model(), pairs(1)
+    twin.register_buffer("scale", torch.ones(()))
+    with pytest.raises(CaptureError, match="computes with scale of the model as a number"):
+        stepgraph.capture(twin, mse, batch, Scaled(twin.parameters()), passes="exact")
 
 
 def compat_left(optimizer):

@@ -48,7 +48,8 @@ class Host:
     is written after the step, by the place on the tape. ``made``: state that this step makes: what gives the dict for
     it, its key, and its leaves, each a place on the tape or of the graph's next outputs, with their structure.
     ``options``: gives what the graph holds as constants; ``expected``: what that was; ``learn`` is called where it has
-    changed. ``settle``: called before the first step, whether its state is right."""
+    changed. ``settle``: called before the first step, whether its state is right. ``outside``: scalar tensors of
+    neither options nor state that the numbers follow from."""
 
     tape: Tape
     options: Callable[[], Any]
@@ -62,6 +63,7 @@ class Host:
     state: Callable[[], tuple] = tuple
     form: tuple = ()
     settle: Callable[[], bool] | None = None
+    outside: list[Tensor] = field(default_factory=list)
     _now: list | None = None
 
     def holds(self) -> bool:

@@ -86,6 +86,8 @@ class OnTape(compat.TorchDispatchMode):
         #: Storages of scalars that are state of the optimizer and of the tape.
         self.state: set[int] = set()
         self._kept: list[Tensor] = []
+        #: Scalar tensors of neither options nor state, which the host reads before the step.
+        self.outside: list[Tensor] = []
         self._numbers: dict[int, int] = {}
 
     # ---- scalar tensors of the tape ----
@@ -106,7 +108,7 @@ class OnTape(compat.TorchDispatchMode):
         if not compat.is_fake(tensor):  # such as a learning rate that is a tensor
             with compat.without_modes():
                 value = tensor.detach().clone()
-            self._kept.append(tensor)
+            self.outside.append(tensor)
             return self.tape.read(f"tensor.{self._number(tensor)}", value, lambda: tensor)
         return self.places.get(compat.storage_key(tensor))
 

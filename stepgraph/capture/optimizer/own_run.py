@@ -189,6 +189,7 @@ class Run:
                   for t in (m.tensor, m.grad, *m.state.values()) if t is not None for part in parts_of(t)}  # fmt: skip
         self.mode = OnTape(self.tape, mode, self.number_input, owners, attribute)
         self.mode.refuse_shards = own.refuse_shards if own.sharded else None
+        self.host.outside = self.mode.outside
         self._counts: dict[str, list[Count]] = defaultdict(list)
         self._first: dict[int, int] = {}
         self._before: dict[tuple[int, str], tuple[Any, list]] = {}

@@ -49,6 +49,7 @@ class HostRandom:
     def __init__(self, model: nn.Module | None = None):
         self._accesses = _accesses(model)
         held = [value for module in (model.modules() if model is not None else ()) for value in vars(module).values()]
+        held += [getattr(get, "__self__", None) for get, _ in self._accesses.values()]
         self._met = {id(value): value for value in held}
         self._states = {name: get() for name, (get, _) in self._accesses.items()}
 

@@ -21,8 +21,7 @@ from stepgraph.graph.facts import has_generator
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import provenance
 
-_SEEDING = ("manual_seed", "seed", "set_rng_state")
-_SEEDING_GPUS = (*_SEEDING, "manual_seed_all", "seed_all", "set_rng_state_all")
+_SEEDING_GPUS = ("manual_seed", "seed", "set_rng_state", "manual_seed_all", "seed_all", "set_rng_state_all")
 #: Methods of a generator that read or set its state.
 _METHODS = ("get_state", "set_state", "graphsafe_get_state", "graphsafe_set_state", "clone_state", "get_offset")
 _METHODS += ("set_offset", "initial_seed", "manual_seed", "seed")
@@ -47,10 +46,16 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
             f"a captured step would not do again; {_FIX}"
         )
 
-    names = dict.fromkeys(_SEEDING, partial(refuse, "sets the state", None)) | {
-        "initial_seed": partial(refuse, "reads the seed", None),
-        "get_rng_state": partial(refuse, "reads the state", torch.get_rng_state),
-    }
+    class Refusing:
+        """The default generator for torch's functions, whatever the names that they are called by."""
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "get_state" and not counts(sys._getframe(2).f_code.co_filename):
+                return torch.default_generator.get_state
+            return refuse(
+                {"initial_seed": "reads the seed", "get_state": "reads the state"}.get(name, "sets the state"), None
+            )
+
     of_gpus = {name: partial(refuse, "sets the state", getattr(torch.cuda, name)) for name in _SEEDING_GPUS}
     of_gpus |= {
         name: partial(refuse, f"reads the {what}", getattr(torch.cuda, name))
@@ -58,10 +63,11 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
     }
     with compat.without_modes():
         before = torch.default_generator.get_state()
-    owners = (torch, names), (torch.random, names), (torch.cuda, of_gpus), (torch.cuda.random, of_gpus)
-    with contextlib.ExitStack() as inside:
-        for owner, replacements in owners:
-            inside.enter_context(compat.replaced_functions(owner, **replacements))
+    with (
+        compat.replaced(torch.random, default_generator=Refusing()),
+        compat.replaced_functions(torch.cuda, **of_gpus),
+        compat.replaced_functions(torch.cuda.random, **of_gpus),
+    ):
         yield
     with compat.without_modes():
         moved = not torch.equal(before, torch.default_generator.get_state())

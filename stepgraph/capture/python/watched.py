@@ -346,9 +346,9 @@ class Watched:
         self.unseen = walk.unseen
         self._ready()
         self._children = [m._modules for m in model.modules()]
-        self._submodules = [dict(children) for children in self._children]
+        self._submodules = [list(children.items()) for children in self._children]
         self._registered = [(path, held) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
-        self._counts = [len(held) for _, held in self._registered]
+        self._order = [list(held) for _, held in self._registered]
         empty = [(held, name, path) for path, held in self._registered for name in held if held[name] is None]
         self._empty, self._empty_names, self._empty_paths = _columns(empty)
         self._settings = compat.settings()
@@ -383,12 +383,12 @@ class Watched:
                 return change
             self._walk = now  # the same values in other objects
             self._ready()
-        if self._children != self._submodules:
+        if [list(children.items()) for children in self._children] != self._submodules:
             return "submodules were replaced"
-        if [len(held) for _, held in self._registered] != self._counts:
-            counted = zip(self._registered, self._counts, strict=True)
-            path = next(path for (path, held), count in counted if len(held) != count)
-            return f"tensors of {path or 'the model'} were added or removed"
+        if [list(held) for _, held in self._registered] != self._order:
+            registered = zip(self._registered, self._order, strict=True)
+            path = next(path for (path, held), names in registered if list(held) != names)
+            return f"tensors of {path or 'the model'} were added, removed or put in another order"
         if not all(map(is_, map(dict.get, self._empty, self._empty_names), repeat(None))):
             places = zip(self._empty, self._empty_names, self._empty_paths, strict=True)
             name, path = next((name, path) for held, name, path in places if held.get(name) is not None)

@@ -123,6 +123,25 @@ def test_random_numbers_of_the_host_are_refused_at_their_line(function, generato
     assert not optimizer.state
 
 
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, draw):
+        ctx.draw = draw
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.draw(), None
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: os.urandom(1)[0]])
+def test_a_draw_in_backward(draw):
+    before = host_state()
+    with pytest.raises(CaptureError, match=r"backward draws numbers from .*, which would be the same in every step"):
+        stepgraph.capture(nn.Linear(6, 6), lambda m, x: Noisy.apply(m(x), draw).mean(), torch.randn(4, 6))
+    assert host_state() == before
+
+
 def test_a_draw_in_the_loss_has_no_module():
     def noisy(model, x):
         return loss_fn(model, x) * np.random.rand()
@@ -404,6 +423,8 @@ CHANGES = {
     "item": (lambda m: m.by_name.update(two=3.0), r"by_name changed from \{.*2\.0\} to \{.*3\.0\}"),
     "element": (lambda m: m.listed.append(2.0), r"listed changed from \[1\.0\] to \[1\.0, 2\.0\]"),
     "tuple": (lambda m: setattr(m.norm, "normalized_shape", [6]), r"normalized_shape changed from \(6,\) to \[6\]"),
+    "order": (lambda m: m.add_module("act", m._modules.pop("act")), "submodules were replaced"),
+    "order of parameters": (lambda m: m.norm.register_parameter("weight", m.norm._parameters.pop("weight")), "of norm"),
     "function": (lambda m: setattr(m, "activation", F.gelu), r"activation changed from relu to gelu"),
     "submodule": (lambda m: setattr(m, "act", nn.GELU()), "submodules were replaced"),
     "forward": (lambda m: setattr(m.act, "forward", F.gelu), r"act\.forward changed from None to gelu"),
