@@ -337,8 +337,17 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
         copies[node].meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
     outputs = tuple(copies[node] for node in piece.outputs)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    _reshape(graph)
     write_arguments(graph)
     return compat.lazy_graph_module(attributes, graph)
+
+
+def _reshape(graph: fx.Graph) -> None:
+    """``view(x, shape)`` -> ``reshape(x, shape)`` where nothing is written in place: what Inductor decomposes into other
+    operators, such as softplus_backward, may have other strides, which ``view`` would refuse."""
+    if not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes):
+        for node in graph.find_nodes(op="call_function", target=aten.view.default):
+            node.target = aten.reshape.default
 
 
 def _with_calls(

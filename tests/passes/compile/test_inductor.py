@@ -373,3 +373,20 @@ def test_what_eager_refuses_is_refused(name):
         loss_fn(model, batch)
     with pytest.raises((IndexError, RuntimeError)):
         step(batch)
+
+
+class Steps(nn.Module):
+    """Mamba's step sizes: the gradient of softplus, which Inductor decomposes, lies as its operands do in turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(12, 4), nn.Linear(4, 12)
+
+    def forward(self, x):
+        x = x.view(2, 3, 12)
+        steps = nn.functional.softplus(self.up.weight @ self.down(x).transpose(1, 2)).transpose(1, 2)
+        return (steps * x).reshape(6, 12)
+
+
+def test_a_view_of_what_decomposed_operators_lay_otherwise(tools):
+    compare(Steps(), tools.mse, tools.vectors(6, 12, n=3), tools.fused_adamw)
