@@ -343,8 +343,8 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
 
 
 def _reshape(graph: fx.Graph) -> None:
-    """``view(x, shape)`` -> ``reshape(x, shape)`` where nothing is written in place: what Inductor decomposes into other
-    operators, such as softplus_backward, may have other strides, which ``view`` would refuse."""
+    """``view(x, shape)`` -> ``reshape(x, shape)``, where nothing is written in place: what Inductor decomposes into
+    other operators, such as softplus_backward, may have other strides, which ``view`` would refuse."""
     if not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes):
         for node in graph.find_nodes(op="call_function", target=aten.view.default):
             node.target = aten.reshape.default
