@@ -9,7 +9,7 @@ eigenvalues that need no gradient eager computes alone, by another algorithm; a 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,11 @@ class EagerFormulas(TorchFunctionMode):
     the checks of `stepgraph.capture.value_checks`.
 
     ``is_known``: whether a mask's values are known, and with them how many elements it selects. ``is_literal``: whether
-    they follow from literals. ``look``: called before each function.
+    they follow from literals. ``look``: called before each function. ``instead``: what gives the result of a function,
+    or None where that itself does.
     """
+
+    instead: ClassVar[Mapping[Any, Callable[..., Tensor | None]]] = {}
 
     def __init__(
         self, is_known: Callable[[Tensor], bool], is_literal: Callable[[Tensor], bool], look: Callable[[], None]
@@ -55,6 +58,9 @@ class EagerFormulas(TorchFunctionMode):
         answer = check_call(func, args, kwargs, self.is_literal)
         if answer is not None:
             return answer
+        instead = self.instead.get(func)
+        if instead is not None and (made := instead(*args, **kwargs)) is not None:
+            return made
         special = _SPECIAL.get(func)
         if special is None or not torch.is_grad_enabled():
             return func(*args, **kwargs)

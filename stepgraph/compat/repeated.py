@@ -18,6 +18,8 @@ from torch.fx.experimental.symbolic_shapes import has_symbolic_sizes_strides
 from torch.fx.traceback import has_preserved_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepgraph.compat.fake import fake_of
+
 aten = torch.ops.aten
 
 #: Types of arguments that are equal in the node.
@@ -96,10 +98,12 @@ class _Call:
         mode = self.tensors[0].fake_mode
         storage = None if made.base is None else self.tensors[made.base].untyped_storage()
         with torch._C._DisableTorchDispatch():
-            meta = torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta")
-            if storage is not None:
+            if storage is None:
+                meta = torch.empty_strided(made.shape, made.strides, dtype=made.dtype, device="meta")
+            else:
+                meta = torch.empty(0, dtype=made.dtype, device="meta")
                 meta.set_(storage, made.offset, made.shape, made.strides)
-            return FakeTensor(mode, meta, made.device), FakeTensor(mode, meta.detach(), made.device)
+            return fake_of(mode, meta, made.device), fake_of(mode, meta, made.device)
 
     def again(self, made: _Made) -> FakeTensor:
         """Record the call, of which an earlier one gave ``made``."""

@@ -89,8 +89,20 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
         torch.fx._symbolic_trace._is_fx_tracing_flag = False
         return function(*flat)
 
-    with collector_off(), _use_lazy_graph_module(True), _generators_as_arguments():
+    in_order = replaced(torch.fx.Graph, eliminate_dead_code=_eliminate_dead_code)
+    with collector_off(), _use_lazy_graph_module(True), _generators_as_arguments(), in_order:
         return make_fx(as_outside, _disable_torch_fn_metadata_mode=True)(*fakes)
+
+
+_eliminate = torch.fx.Graph.eliminate_dead_code
+
+
+def _eliminate_dead_code(graph: torch.fx.Graph, is_impure: Callable[[torch.fx.Node], bool] | None = None) -> bool:
+    """What torch does, which asks of every node whether it is impure, also of those that are read, and lints first."""
+    if is_impure is None:
+        return _eliminate(graph)
+    with replaced(torch.fx.Graph, lint=lambda _: None):
+        return _eliminate(graph, lambda node: bool(node.users) or is_impure(node))
 
 
 @contextlib.contextmanager

@@ -39,16 +39,18 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 def _overlapping(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For inputs that share memory with others, such as a buffer that is a view of a parameter, one of them."""
-    spans: defaultdict[int, list[tuple[int, int, fx.Node]]] = defaultdict(list)
+    sharing: defaultdict[int, list[fx.Node]] = defaultdict(list)
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.numel():
-            storage, *span = memory_span(value)
-            spans[storage].append((*span, node))
+            sharing[compat.storage_key(value)].append(node)
     found: dict[fx.Node, fx.Node] = {}
-    for of_storage in spans.values():
+    for nodes in sharing.values():
+        if len(nodes) == 1:
+            continue
         first, reached = None, -1
-        for start, end, node in sorted(of_storage, key=lambda span: span[:2]):
+        spans = [(*memory_span(node.meta["val"])[1:], node) for node in nodes]
+        for start, end, node in sorted(spans, key=lambda span: span[:2]):
             first = first if start < reached else node
             found[node], reached = first, max(reached, end)
     return found
@@ -70,22 +72,26 @@ class Aliases:
         self._inputs = _overlapping(graph)
         for i, node in enumerate(graph.nodes):
             self.position[node] = i
-            written = written_arguments(node) if is_mutating(node) else []
-            root = self._root[node] = self._find_root(node, written)
+            if node.op != "call_function":
+                root = self._inputs.get(node, node)
+            elif is_mutating(node):
+                written = written_arguments(node)
+                root = self._root_of_writing(node, written)
+                for one in written:
+                    self.writes[self._root[one]].append(i)
+            elif is_view(node) or node.target is _WAIT:
+                # Waiting for a collective gives back its result; no view, since none may take its place.
+                root = self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
+            else:
+                root = node
+            self._root[node] = root
             self._members[root].append(node)
-            for one in written:
-                self.writes[self.root(one)].append(i)
         for node, root in self._inputs.items():
             if root in self.writes:
                 self.writes[node] = self.writes[root]
 
-    def _find_root(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
-        if node.op == "placeholder":
-            return self._inputs.get(node, node)
-        # Waiting for a collective gives back its result; no view, since none may take its place.
-        if is_view(node) or node.target is _WAIT:
-            return self._root.get(node.args[0], node)  # of a number that the model writes, a tensor of its own
-        # What a writing operator returns is what it wrote only if its schema says so: a loss may be returned too.
+    def _root_of_writing(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
+        # What it returns is what it wrote only if its schema says so: a loss may be returned too.
         one = len(written) == 1 and isinstance(node.meta.get("val"), torch.Tensor)
         return self._root[written[0]] if one and node.target._schema.returns[0].alias_info is not None else node
 

@@ -168,6 +168,12 @@ class StepGraph:
         nodes = (node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
         return (node for node in nodes if phase_of(node) in phases) if phases else nodes
 
+    @property
+    def node_count(self) -> int:
+        """How many `nodes` there are."""
+        graph, others = self.graph, ("placeholder", "get_attr", "output")
+        return len(graph.nodes) - sum(len(graph.find_nodes(op=op, sort=False)) for op in others)
+
     def count_by_phase(self) -> dict[str, int]:
         """Number of operator nodes in each phase."""
         return dict(Counter(phase_of(node) for node in self.nodes()))

@@ -7,14 +7,12 @@ Source: torch's ``attention.cpp``, ``cuda/sdp_utils.cpp`` and ``Dropout.cpp`` in
 """
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from stepgraph import compat
+from stepgraph.capture.formulas import EagerFormulas
 from stepgraph.costs.attention import Case
 from stepgraph.passes import Target
 from stepgraph.passes.attention.backends import refusal, torch_order
@@ -22,23 +20,12 @@ from stepgraph.passes.attention.backends import refusal, torch_order
 aten = torch.ops.aten
 
 
-def traced_as(target: Target | None, device: torch.device) -> contextlib.AbstractContextManager[object]:
+def traced_as(target: Target | None, device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Inside, a step on ``device`` is traced as on ``target`` where that is a GPU that is only simulated."""
-    simulated = target is not None and target.simulated and target.device == "cuda" and device.type != "cuda"
-    return _AsOnGpu(target.capability) if simulated else contextlib.nullcontext()
-
-
-class _AsOnGpu(TorchFunctionMode):
-    def __init__(self, capability: tuple[int, int] | None):
-        super().__init__()
-        self.special = {F.scaled_dot_product_attention: _Attention(capability), F.dropout: _dropout}
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        special = self.special.get(func)
-        result = None if special is None or compat.in_function_transform() else special(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if result is None else result
+    if target is None or not target.simulated or target.device != "cuda" or device.type == "cuda":
+        return contextlib.nullcontext()
+    instead = {F.scaled_dot_product_attention: _Attention(target.capability), F.dropout: _dropout}
+    return compat.replaced(EagerFormulas, instead=instead)
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor | None:

@@ -25,27 +25,45 @@ class _Call(NamedTuple):
 
 class Changes:
     """The calls of a graph's nodes as they were when they were last looked at. They are compared by identity, and only
-    nodes that differ are looked at again, so that it costs next to nothing."""
+    nodes that differ are looked at again, so that it costs next to nothing. ``touched``: whether, when `changed` was
+    last asked, a node had come, gone, moved or had other objects in its call, equal ones among them."""
 
     def __init__(self, step: StepGraph):
         self.step = step
         self.order = list(step.graph.nodes)
         self.calls = {n: _Call(n.target, n.args, n.kwargs) for n in self.order}
+        self.touched = False
 
     def changed(self) -> bool:
         """Whether a node has come, gone, moved or changed its call since the last time."""
-        nodes, calls = list(self.step.graph.nodes), self.calls
-        return nodes != self.order or any(map(_differs, nodes, calls.values()))
+        nodes = list(self.step.graph.nodes)
+        if nodes != self.order:
+            self.touched = True
+            return True
+        others = [
+            (node, call)
+            for node, call in zip(nodes, self.calls.values(), strict=True)
+            if node.args is not call[1] or node.kwargs is not call[2] or node.target is not call[0]
+        ]
+        self.touched = bool(others)
+        return any(_differs(node, call) for node, call in others)
 
     def excerpts(self) -> list[Excerpt]:
         """What has changed since the last time, the most frequent form first."""
         old, old_order, order = self.calls, self.order, list(self.step.graph.nodes)
+        new: dict[fx.Node, _Call] = {}
+        kept: dict[fx.Node, _Call] = {}
+        now: dict[fx.Node, _Call] = {}
+        for n in order:
+            call = old.get(n)
+            if call is None or _differs(n, call):
+                made = now[n] = _Call(n.target, n.args, n.kwargs)
+                (new if call is None else kept)[n] = made
+            else:
+                now[n] = call
         present = set(order)
         gone = [n for n in old_order if n not in present]
-        new = {n: _Call(n.target, n.args, n.kwargs) for n in order if n not in old}
-        kept = {n: _Call(n.target, n.args, n.kwargs) for n in order if n in old and _differs(n, old[n])}
-        now = {**old, **new, **kept}
-        self.order, self.calls = order, {n: now[n] for n in order}
+        self.order, self.calls = order, now
         groups = _Groups([*gone, *new])
         for node in gone:
             groups.join(node, *(n for n in _nodes(old[node]) if n not in present))
@@ -64,8 +82,9 @@ class Changes:
         for alike in sorted(forms.values(), key=len, reverse=True)[:_MOST_FORMS]:
             before, after = alike[0]
             shown.append(Excerpt(len(alike), _where([*before, *after]), _lines(before, old), _lines(after, now)))
-        stayed = {n for n in present if n in old and n.op == "call_function"}
-        return shown + _moves([n for n in old_order if n in stayed], [n for n in order if n in stayed], old, now)
+        stayed = [n for n in order if n not in new]
+        then_stayed = [n for n in old_order if n in present]
+        return shown if stayed == then_stayed else shown + _moves(then_stayed, stayed, old, now)
 
 
 def _join_reader(groups: "_Groups", reader: fx.Node, old: _Call, new: _Call) -> None:
@@ -85,6 +104,7 @@ def _join_reader(groups: "_Groups", reader: fx.Node, old: _Call, new: _Call) -> 
 def _moves(then: list[fx.Node], order: list[fx.Node], old: dict, now: dict) -> list[Excerpt]:
     """The node that came furthest, where nodes changed places: with its neighbours, then and now. ``then``,
     ``order``: the nodes that were there and still are, in their orders."""
+    then, order = ([n for n in nodes if n.op == "call_function"] for nodes in (then, order))
     ranks = {n: i for i, n in enumerate(then)}
     moved = _out_of_order([ranks[n] for n in order])
     if not moved:

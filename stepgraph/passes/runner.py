@@ -128,7 +128,7 @@ def run_passes(
         for i, (p, report) in enumerate(zip(found, reports, strict=True), 1 + len(step.log)):
             communication = _run(p, step, report, changes, communication)
             if report.skipped is None:
-                values.check(p.name)
+                values.check(p.name, changes.touched)
             if dump is not None:
                 (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
     step.graph.lint()  # what no call of a node shows, such as names
@@ -142,7 +142,7 @@ def _run(
 ) -> tuple[float, float] | None:
     """Apply one pass, unless there is a reason to skip it, and add its report to the step's. ``communication``: what
     `exposed` gives of the graph as it is, None if that is not known; likewise what is returned."""
-    report.nodes_before = len(list(step.nodes()))
+    report.nodes_before = step.node_count
     changed = False
     if report.skipped is None:
         log.info("pass %s", p.name)
@@ -160,7 +160,7 @@ def _run(
         report.excerpts = changes.excerpts() if changed else []
     if report.skipped is None:  # a pass may find out itself that it cannot run
         report.terminal = p.terminal
-    report.nodes_after = len(list(step.nodes())) if changed else report.nodes_before
+    report.nodes_after = step.node_count if changed else report.nodes_before
     step.log.append(report)
     return communication
 

@@ -63,6 +63,7 @@ class RecordedValues:
     def __init__(self, step: StepGraph):
         self.step = step
         self._known = {node: _call(node) for node in step.graph.nodes}
+        self._values = [call[3] for call in self._known.values()]
         self._captured: set[tuple] | None = None
         self._first = dict(self._known)
         self._forms: dict[int, tuple[torch.Tensor, _TensorForm]] = {}
@@ -70,8 +71,12 @@ class RecordedValues:
         self._results: dict[tuple, Any] = {}
         self._mode: compat.FakeTensorMode | None = None
 
-    def check(self, name: str) -> None:
-        """Raise `InconsistentGraph` if the pass ``name``, which ran last, left a value that does not follow."""
+    def check(self, name: str, touched: bool = True) -> None:
+        """Raise `InconsistentGraph` if the pass ``name``, which ran last, left a value that does not follow.
+        ``touched``: whether it may have changed what nodes there are and what they call."""
+        before, self._values = self._values, [node.meta.get("val") for node in self.step.graph.nodes]
+        if not touched and all(map(operator.is_, before, self._values)):
+            return
         changed = self._changed()
         problem = next(self._problems(changed), None)
         if problem is not None:
