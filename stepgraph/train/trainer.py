@@ -73,6 +73,8 @@ def run(config: TrainConfig) -> int:
     """
     config.validate()
     device = device_of(config)
+    # Processes that compile import torch for longer than a step is traced now; here ranks meet and a model is built.
+    passes.prepare(config, (), passes.Target(device.type))
     # Ranks may begin some time apart: what they import is large.
     with parallel.started(config.mesh_spec, device.type, max(MEETING_S, config.comm_timeout)) as mesh:
         several = mesh is not None and mesh.spec.size > 1

@@ -15,6 +15,7 @@ from stepgraph.config import build
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
 from stepgraph.passes import PassReport
+from stepgraph.train import trainer as trainer_module
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
 from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import Summary
@@ -201,6 +202,21 @@ def test_a_run_is_bitwise_equal_to_a_plain_eager_loop(options, trainer, tmp_path
     reports = {r["name"]: r for r in reports if r["graph"] != "update"}
     assert (reports["recompute"]["changed"] > 0) == ("--memory" in options)
     assert ("dedupe_casts" in reports) == ("--disable-pass" not in options)
+
+
+def test_what_compiles_is_started_before_ranks_meet(monkeypatch):
+    order = []
+
+    def meet(*_):
+        order.append("meet")
+        raise ValueError("nobody")
+
+    monkeypatch.setattr(trainer_module.passes, "prepare", lambda given, *_: order.append(given))
+    monkeypatch.setattr(trainer_module.parallel, "started", meet)
+    config = TrainConfig()
+    with pytest.raises(ValueError, match="nobody"):
+        trainer_module.run(config)
+    assert order == [config, "meet"]
 
 
 def test_an_unknown_pass_is_refused_with_the_nearest(trainer, tmp_path, capsys):

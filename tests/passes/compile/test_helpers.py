@@ -157,13 +157,23 @@ def test_a_killed_helper_that_does_not_end_holds_up_nothing(monkeypatch):
     assert held.killed
 
 
-@pytest.mark.parametrize("ranks, there, count", [(1, None, 4), (2, None, 4), (8, "8", 1), (8, "2", 4), (16, None, 0)])
-def test_ranks_of_a_machine_share_its_cores(ranks, there, count, monkeypatch):
+@pytest.mark.parametrize(
+    "ranks, there, met, count",
+    [
+        (1, None, False, 4),
+        (2, None, True, 4),
+        (8, "8", True, 1),
+        (8, "8", False, 1),
+        (8, "2", True, 4),
+        (16, None, True, 0),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores_before_they_meet_too(ranks, there, met, count, monkeypatch):
     monkeypatch.setattr(helpers, "_Helper", Answering)
     monkeypatch.setattr(helpers, "_started", [])
     monkeypatch.setattr(compat, "compile_threads", lambda: 32)
     monkeypatch.setattr(os, "cpu_count", lambda: 48)
-    monkeypatch.setattr(helpers.dist, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(helpers.dist, "is_initialized", lambda: met)
     monkeypatch.setattr(helpers.dist, "get_world_size", lambda: ranks)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if there is not None:
