@@ -80,6 +80,7 @@ from stepgraph.compat.fake import (
     empty_fake,
     facts_of_fake_tensors,
     failed_reads,
+    fake_of,
     fake_storage,
     fake_tensor,
     gpu_context_once,

@@ -340,8 +340,7 @@ def fake_tensor(
 ) -> FakeTensor:
     """A fake tensor over a `fake_storage`; call it outside all modes. The fake mode's own operators take fifty times as
     long, seconds for the graphs of a model."""
-    meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, strides)
-    return FakeTensor(mode, meta, device)
+    return fake_of(mode, torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, shape, strides), device)
 
 
 @contextlib.contextmanager
@@ -356,7 +355,7 @@ def empty_fake(
     mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> FakeTensor:
     """A fake tensor in memory of its own, as `fake_tensor` makes them."""
-    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+    return fake_of(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,5 +62,22 @@ def test_torch_asks_for_a_gpu_once_in_a_trace(monkeypatch):
     with compat.gpu_context_once():
         made = [compat.empty_fake(mode, (2,), (1,), torch.float32, gpu) for _ in range(3)]
     assert {tensor.device for tensor in made} == set(asked) == {gpu} and len(asked) == 1
-    compat.empty_fake(mode, (2,), (1,), torch.float32, gpu)
+    compat.empty_fake(mode, (2,), (1,), torch.float32, gpu)  # made like the mode's first one
+    assert len(asked) == 1
+    compat.empty_fake(fake_mode(), (2,), (1,), torch.float32, gpu)
     assert len(asked) > 1
+
+
+def test_a_fake_tensor_made_like_others_of_its_device_is_what_its_class_makes():
+    mode = fake_mode()
+    meta = torch.empty_strided((6, 4), (1, 6), dtype=torch.bfloat16, device="meta")
+    for _ in range(2):  # the pattern, and one like it
+        made, right = (make(mode, meta, torch.device("cpu")) for make in (compat.fake_of, compat.FakeTensor))
+        assert type(made) is type(right) and vars(made) == vars(right) and made.device == right.device
+        assert torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(right)
+        assert (made.shape, made.stride(), made.dtype) == (right.shape, right.stride(), right.dtype)
+        assert made.untyped_storage()._cdata == right.untyped_storage()._cdata == meta.untyped_storage()._cdata
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        made.data_ptr()
+    other = fake_mode()
+    assert compat.fake_of(other, meta, torch.device("cpu")).fake_mode is other

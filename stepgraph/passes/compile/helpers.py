@@ -91,8 +91,11 @@ class _Helper:
             return None
         return self.process.stdout.readline()
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self.process.kill()
+
+    def end(self) -> None:
+        self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
 
@@ -132,7 +135,10 @@ class Helpers:
 
     def stop(self) -> None:
         """End them: what they have not compiled is left to this process."""
-        for helper in (*self._free, *self._busy):
+        ending = (*self._free, *self._busy)
+        for helper in ending:  # the driver frees their contexts at the same time
+            helper.kill()
+        for helper in ending:
             helper.end()
         self._free, self._busy = [], []
 

@@ -24,7 +24,7 @@ class Answering:
 
     def __init__(self, *answers, ready=True):
         self.answers, self.is_ready = list(answers), ready
-        self.requests, self.ended = [], 0
+        self.requests, self.killed, self.ended = [], False, 0
 
     def ready(self):
         return self.is_ready
@@ -34,6 +34,9 @@ class Answering:
 
     def answer(self):
         return self.answers.pop(0) if self.answers else "it has ended"
+
+    def kill(self):
+        self.killed = True
 
     def end(self):
         self.ended += 1
@@ -66,6 +69,18 @@ def work(*sizes, options=None):
 
 def sizes_of(request):
     return [sum(n.op == "call_function" for n in unpack(data)[0].graph.nodes) for data in request.pieces]
+
+
+def test_helpers_are_killed_together_before_any_is_waited_for(started):
+    waited = []
+
+    class Slow(Answering):
+        def end(self):
+            waited.append([helper.killed for helper in both])
+
+    both = [Slow(), Slow()]
+    started(*both).stop()
+    assert waited == [[True, True], [True, True]]
 
 
 def test_no_piece_is_new(started):
