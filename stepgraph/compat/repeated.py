@@ -64,22 +64,24 @@ class _Call:
 
     def __init__(self, func: OpOverload, tracer: PythonKeyTracer, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.func, self.tracer, self.tensors = func, tracer, []
+        self._constant = True  # whether torch computes the result of literals alone
         # Which kernel of a convolution or a product is chosen, and so its strides, depends on these settings.
         settings = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(), torch.get_default_dtype()
         self._form: list[Any] = [func, settings, torch.are_deterministic_algorithms_enabled(), *kwargs]
         self.args = tuple(map(self._argument, args))
         self.kwargs = {name: self._argument(value) for name, value in kwargs.items()}
         self.key = tuple(self._form)
-        if not self.tensors:
+        if self._constant:
             raise _Unknown
 
     def _argument(self, value: Any) -> Any:
         kind = type(value)
         if kind is FakeTensor:
             slot = self.tracer.tensor_tracker.get(value)
-            plain = value.constant is None and value.layout is torch.strided and not value.dtype.is_complex
-            if slot is None or slot.constant is not None or not plain or value.is_neg():
+            plain = value.layout is torch.strided and not value.dtype.is_complex
+            if slot is None or not plain or value.is_neg():
                 raise _Unknown
+            self._constant &= value.constant is not None or slot.constant is not None
             if has_symbolic_sizes_strides(value):
                 raise _Unknown
             self.tensors.append(value)
