@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import fx
 
 from stepgraph import compat
 from stepgraph.costs.timeline import exposed, exposed_text
@@ -131,7 +132,7 @@ def run_passes(
                 values.check(p.name, changes.touched)
             if dump is not None:
                 (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
-    step.graph.lint()  # what no call of a node shows, such as names
+    step.graph.lint()  # the order again, and what no call of a node shows, such as names
     if step.executable is step.module:  # else it is there to be read, and its code would be compiled for nobody
         step.module.recompile()
     return list(step.log)
@@ -152,7 +153,7 @@ def _run(
                 communication = exposed(step.graph)
             p.apply(step, p.options, report)
             if changed := changes.changed():
-                step.graph.lint()
+                _check_order(step.graph)
                 before, communication = communication, exposed(step.graph) if p.communicates else None
                 if before and communication:
                     report.notes.append(exposed_text(before, communication))
@@ -163,6 +164,16 @@ def _run(
     report.nodes_after = step.node_count if changed else report.nodes_before
     step.log.append(report)
     return communication
+
+
+def _check_order(graph: fx.Graph) -> None:
+    """Raise for a node that reads what comes later or has left the graph."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            source = next(source for source in node.all_input_nodes if source not in seen)
+            raise RuntimeError(f"node {node.name} reads {source.name} before that is made, or from outside the graph")
+        seen.add(node)
 
 
 @contextlib.contextmanager
