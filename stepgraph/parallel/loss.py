@@ -8,12 +8,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
-from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
+from stepgraph.kernels.loss.tokens import token_gradient_, token_stats
 from stepgraph.models.context import PLACE
 from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
 from stepgraph.parallel.context import context_of
 from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.tensor import place_in
+
+#: For the operators: a column of another rank, and a label that no token has (the slopes of those left out are 0).
+_ELSEWHERE, _NO_LABEL = -1, -2
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -63,8 +66,8 @@ def cross_entropy(
 
     ``count``: what the sum is divided by, a scalar; None: the number of targets that are not ``ignore_index``.
 
-    The logits are never gathered: ranks exchange a maximum, a sum of exponentials and one logit per token. Kept for
-    backward are the logits as they are and two numbers per token.
+    The logits are never gathered: ranks exchange the logarithm of a sum of exponentials and one logit per token. Kept
+    for backward are the logits as they are and two numbers per token.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """
@@ -88,21 +91,22 @@ class _CrossEntropy(torch.autograd.Function):
         column = targets - place * columns
         here = counted & (column >= 0) & (column < columns)
         column = column.masked_fill(~here, 0)
-        own, total = softmax_parts(logits)
+        own = token_stats(logits, column, 1.0, _NO_LABEL)[1]
         highest = compat.all_reduce(own, "max", group)
-        total = total * (own - highest).exp()
+        total = (own - highest).exp()
         picked = logits.gather(1, column.unsqueeze(1)).squeeze(1).float() - highest
         total, picked = compat.all_reduce(torch.stack([total, picked.masked_fill(~here, 0.0)]), "sum", group).unbind()
         log_total = total.log()
         count = counted.sum() if count is None else count
-        ctx.save_for_backward(logits, highest + log_total, column.masked_fill(~here, -1), counted, count)
+        ctx.save_for_backward(logits, highest + log_total, column.masked_fill(~here, _ELSEWHERE), counted, count)
         return (log_total - picked).masked_fill(~counted, 0.0).sum() / count
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_sum, column, counted, count = ctx.saved_tensors
         gradient = logits.clone(memory_format=torch.contiguous_format)  # `fuse_loss` overwrites the logits where it can
-        split_gradient_(gradient, log_sum, column, torch.where(counted, grad / count, 0.0))
+        slope, none = torch.where(counted, -grad / count, 0.0), torch.zeros_like(log_sum)
+        token_gradient_(gradient, column, log_sum, none, slope, none, 1.0, _NO_LABEL)
         return gradient, None, None, None, None, None
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import stepgraph
 from stepgraph.capture import trace_step
 from stepgraph.costs.memory import estimate_memory
-from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
+from stepgraph.kernels.loss.tokens import token_gradient_, token_stats
 from stepgraph.parallel import MeshSpec, cross_entropy, next_token_loss
 from stepgraph.passes import configured, get, run_passes
 from tests.distributed.ranks import BATCH, SEQ, TINY, in_fake_world, make_mesh, on_ranks, own_batch, parallel_model
@@ -85,9 +85,9 @@ def check_memory():
     large = [n for n in step.graph.nodes if n.op == "call_function"
              and isinstance(v := n.meta.get("val"), torch.Tensor) and v.numel() == size]  # fmt: skip
     assert {n.meta["val"].dtype for n in large} == {torch.bfloat16}
-    (gradient,) = calls(step.graph, split_gradient_)
-    (parts,) = calls(step.graph, softmax_parts)
-    assert gradient.args[0] is parts.args[0], gradient.args[0].format_node()
+    (gradient,) = calls(step.graph, token_gradient_)
+    (stats,) = calls(step.graph, token_stats)
+    assert gradient.args[0] is stats.args[0], gradient.args[0].format_node()
     assert "1 of 1 cross entropies" in report.summary
     assert estimate_memory(step.graph).peak <= before
 
@@ -128,7 +128,7 @@ def check_graphs():
 
     for loss_fn, copied in ((read_after(mesh), False), (read_before, False)):
         _, step, report = rewritten(mesh, loss_fn)
-        (gradient,) = calls(step.graph, split_gradient_)
+        (gradient,) = calls(step.graph, token_gradient_)
         assert (gradient.args[0].target is torch.ops.aten.clone.default) == copied, loss_fn
         assert report.changed == (not copied), report
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import stepgraph
 from stepgraph.kernels.loss.cross_entropy import cross_entropy_
-from stepgraph.kernels.loss.split import softmax_parts, split_gradient_
+from stepgraph.kernels.loss.tokens import token_gradient_, token_stats
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 
@@ -64,14 +64,13 @@ def test_kernels_of_a_shared_vocabulary(V, dtype):
     """This rank has columns up to V of 2 * V."""
     whole, targets = inputs(48, 2 * V, dtype)
     (_, gradient), logits = truth(whole, targets, 0.5), whole[:, :V].contiguous()
-    highest, total = softmax_parts(logits)
-    assert all(map(torch.equal, softmax_parts(logits), (highest, total)))
-    wide = logits.double()
-    assert torch.equal(highest.double(), wide.amax(1))
-    torch.testing.assert_close(highest + total.log(), wide.logsumexp(1).float(), rtol=5e-6, atol=2e-5)
-    slope = (targets != IGNORE).float() * 0.5 / (targets != IGNORE).sum()
     column = torch.where(targets < V, targets, -1)
-    split_gradient_(logits, whole.double().logsumexp(1).float(), column, slope)
+    _, log_sum, _ = token_stats(logits, column, 1.0, -2)
+    assert torch.equal(token_stats(logits, column, 1.0, -2)[1], log_sum)
+    torch.testing.assert_close(log_sum, logits.double().logsumexp(1).float(), rtol=5e-6, atol=2e-5)
+    slope = (targets != IGNORE).float() * -0.5 / (targets != IGNORE).sum()
+    none, of_all = torch.zeros_like(slope), whole.double().logsumexp(1).float()
+    token_gradient_(logits, column, of_all, none, slope, none, 1.0, -2)
     rtol = max(torch.finfo(dtype).eps, 5e-5)
     atol = max(2**-20 * 0.5 / len(targets), 2**-25 if dtype == torch.float16 else 0)
     torch.testing.assert_close(logits.double(), gradient[:, :V], rtol=rtol, atol=atol)

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import stepgraph.kernels.loss.split  # noqa: F401  (registers its operators)
+import stepgraph.kernels.loss.tokens  # noqa: F401  (registers its operators)
 from stepgraph.graph import edit
 from stepgraph.graph.collectives import ALL_GATHER, WAIT
 from stepgraph.graph.edit import Builder, erase_unread, replace
@@ -74,8 +74,9 @@ def test_values_of_lists_writes_collectives_and_random_numbers():
     assert build(aten._foreach_mul_.Tensor, [sin], build(aten.sum.default, x)).meta["val"] is None
     gathered = build(WAIT, build(ALL_GATHER, sin, 8, "any group"))
     assert gathered.meta["val"].shape == (32, 6)
-    highest, total = build(torch.ops.stepgraph.softmax_parts.default, sin).meta["val"]
-    assert highest.shape == total.shape == (4,)
+    labels = build(aten.argmax.default, sin, 1)
+    kept = build(torch.ops.stepgraph.token_stats.default, sin, labels, 1.0, -100).meta["val"]
+    assert [value.shape for value in kept] == [(4,)] * 3
     state = torch.get_rng_state()
     assert build(aten.rand_like.default, x).meta["val"].shape == (4, 6)
     assert build(aten.bernoulli.p, x, 0.5).meta["val"].shape == (4, 6)

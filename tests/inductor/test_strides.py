@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import stepgraph
 import stepgraph.kernels.embedding.gradient
 import stepgraph.kernels.loss.cross_entropy
-import stepgraph.kernels.loss.split
+import stepgraph.kernels.loss.tokens
 import stepgraph.kernels.norm.column_sum
 import stepgraph.kernels.norm.operators
 from stepgraph.inductor.library import Compiled
@@ -83,7 +83,8 @@ def with_pair(x, w, weight):
 def with_sums(x, w, weight):
     made = torch.mm(x, w.t())
     index = torch.arange(len(x), device=x.device).remainder(5)
-    return ours.embedding_backward(made, index, 7, -1), ours.column_sum(made, torch.float32), *ours.softmax_parts(made)
+    stats = ours.token_stats(made, index, 1.0, -100)
+    return ours.embedding_backward(made, index, 7, -1), ours.column_sum(made, torch.float32), *stats
 
 
 def over_logits(x, w, weight):
@@ -92,7 +93,7 @@ def over_logits(x, w, weight):
     index, ones = (make(len(x), device=x.device) for make in (torch.arange, torch.ones))
     loss = ours.cross_entropy_(logits, index, torch.ones((), device=x.device), True, -100)
     other = torch.mm(x.sin(), w.t())
-    ours.split_gradient_(other, ones, index, ones)
+    ours.token_gradient_(other, index, ones, ones, ones, ones, 1.0, -100)
     return loss, logits, logits * weight, torch.mm(logits, w), other.t()
 
 

@@ -6,7 +6,6 @@ import torch
 
 import stepgraph.kernels.embedding.gradient
 import stepgraph.kernels.loss.cross_entropy
-import stepgraph.kernels.loss.split
 import stepgraph.kernels.moe
 import stepgraph.kernels.norm.column_sum  # noqa: F401  (each defines operators of torch.ops.stepgraph)
 from stepgraph.kernels.norm import cast, modulated, operators  # noqa: F401
@@ -54,8 +53,6 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
     one, column = torch.tensor(1.0, device=device), data(ROWS, dtype=torch.float32)
     for layout in WRITTEN:
         yield f"cross_entropy_ {layout.__name__}", ours.cross_entropy_, (layout(logits), targets, one, True, -100)
-        arguments = (layout(logits), column, targets, column.abs())
-        yield f"split_gradient_ {layout.__name__}", ours.split_gradient_, arguments
         tokens = (layout(logits), targets, column, column.abs(), column, column, 0.7, -100)
         yield f"token_gradient_ {layout.__name__}", ours.token_gradient_, tokens
         tokens = (layout(logits), layout(logits.flip(0)), column, column, column, column.abs(), 0.7, False)
@@ -66,7 +63,6 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
     x, weight, r = data(2, ROWS, WIDTH), data(WIDTH), data(2, ROWS, WIDTH)
     for layout in ANY:
         name = layout.__name__
-        yield f"softmax_parts {name}", ours.softmax_parts, (layout(logits),)
         yield f"token_stats {name}", ours.token_stats, (layout(logits), targets, 0.7, -100)
         yield f"token_kl_stats {name}", ours.token_kl_stats, (layout(logits), layout(logits.flip(0)), 0.7)
         yield f"column_sum {name}", ours.column_sum, (layout(data(ROWS, WIDTH, dtype=torch.float32)), dtype)

@@ -80,8 +80,6 @@ def examples(t):
     yield "column_sum", (t(32, 1155, dtype=FP32), BF16)
     yield "embedding_backward", (t(8, 64, 256), t(8, 64, dtype=I64), 50257, -1)
     yield "cross_entropy_", (t(512, 5000), t(512, dtype=I64), t(dtype=FP32), True, -100)
-    yield "softmax_parts", (t(512, 5000),)
-    yield "split_gradient_", (t(512, 5000), t(512, dtype=FP32), t(512, dtype=I64), t(512, dtype=FP32))
     rows, labels = t(512, dtype=FP32), t(512, dtype=I64)
     yield "token_stats", (t(512, 5000), labels, 0.7, -100)
     yield "token_gradient_", (t(512, 5000), labels, rows, rows, rows, rows, 0.7, -100)
@@ -175,16 +173,18 @@ def test_nothing_stays_behind(make, monkeypatch):
 def test_addresses_and_sizes_that_16_divides(make):
     """A kernel is compiled for what is known of them: as at a launch of tensors that lie so."""
 
+    labels = make(64, dtype=I64)
+
     def attributes(logits):
-        (source,) = ahead.sources_of("softmax_parts", (logits,))
-        return {path for path, given in source.attributes.items() if ["tt.divisibility", 16] in given}
+        (source,) = ahead.sources_of("token_stats", (logits, labels, 0.7, -100))
+        return {at for (at,), given in source.attributes.items() if ["tt.divisibility", 16] in given}
 
     wide = make(64, 5008)
-    assert attributes(wide) == {(0,), (1,), (2,), (3,), (4,)}
+    assert attributes(wide) == {0, 1, 2, 3, 4, 5, 6}
     with wide.fake_mode:
         shifted, narrow = wide.narrow(1, 1, 5007), wide.narrow(1, 8, 4992)
-    assert attributes(shifted) == {(1,), (2,), (3,)}  # begins at 2 bytes, and has 5,007 columns
-    assert attributes(narrow) == {(0,), (1,), (2,), (3,), (4,)}
+    assert attributes(shifted) == {1, 2, 3, 4, 5}  # begins at 2 bytes, and has 5,007 columns
+    assert attributes(narrow) == {0, 1, 2, 3, 4, 5, 6}
 
 
 def graph_of(make, *calls):
@@ -247,14 +247,14 @@ def test_what_fails_is_a_line_of_the_report(make, monkeypatch, tmp_path):
         return [source._replace(constants=source.constants | {width: 3})]
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(ahead.LAUNCHING, "softmax_parts", refuse)
-    running = compile_ahead.Ahead([graph_of(make, ("softmax_parts", (make(512, 5000),)), column_sum(make))])
+    monkeypatch.setitem(ahead.LAUNCHING, "cast_packed_rows", refuse)
+    running = compile_ahead.Ahead([graph_of(make, ("cast_packed_rows", (make(512, 4096),)), column_sum(make))])
     sources_of = compile_ahead.sources_of
     with monkeypatch.context() as patch:
         patch.setattr(compile_ahead, "sources_of", lambda *call: (wrong if "column_sum" in call else sources_of)(*call))
         running.start()
     first, second = running.finish()
-    assert first == "not compiled ahead: softmax_parts: ValueError: no such thing"
+    assert first == "not compiled ahead: cast_packed_rows: ValueError: no such thing"
     assert second.startswith("not compiled ahead: add_slots_kernel: CompilationError: "), second
 
 

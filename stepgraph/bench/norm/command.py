@@ -16,7 +16,7 @@ from stepgraph.bench.norm.check import check_backward, check_forward, make_input
 from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
 from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow
 from stepgraph.bench.norm.table import norm_section
-from stepgraph.bench.norm.timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, host_us, wall_ms
+from stepgraph.bench.norm.timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, wall_ms
 from stepgraph.bench.results import in_one_line, write
 from stepgraph.compat import keep_saved_tensors
 from stepgraph.config.command_line import parse, require_folder
@@ -42,9 +42,6 @@ RANDOM_SHAPES = 120
 #: The most bytes of a drawn tensor on a CPU.
 CPU_BYTES = 2**19
 CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
-
-#: Where the host's cost of a call is taken: the kernels are done sooner than the next call is launched.
-HOST_SHAPE = (16, 256)
 
 
 class NormOptions(NormBench):
@@ -152,7 +149,6 @@ class Run:
             "missing": missing,
             "packages": _versions(PROVIDERS[name].package for name in self.names),
             "copy_gbps": [],
-            "host_us": {},
             "budget_s": options.budget,
             "seconds": 0.0,
             "left_out": [f"{m}x{n}" for m, n in self.shapes],
@@ -163,7 +159,6 @@ class Run:
         torch.manual_seed(0)
         self.settings["copy_gbps"].append(copy_gbps(self.device))
         self._say(f"copy: {self.settings['copy_gbps'][0]:.0f} GB/s")
-        self._host_costs()
         for number, shape in enumerate(self.shapes, start=1):
             if self.options.budget is not None and self._seconds() > self.options.budget:
                 break
@@ -239,20 +234,6 @@ class Run:
             else:
                 dy = dy.clone() if provider.overwrites_dy else dy
                 yield partial(provider.backward, provider.saved(x), x, dy)
-
-    def _host_costs(self) -> None:
-        inputs = [make_inputs(*HOST_SHAPE, self.dtype, self.device)]
-        for op in self.options.ops():
-            for name in self.names:
-                for direction in self.options.directions():
-                    costs = self.settings["host_us"].setdefault(f"{op} {direction}", {})
-                    try:
-                        provider = PROVIDERS[name](op, *self._params(op, HOST_SHAPE[1]))
-                        with Waiting(self._say, f"host cost of {name} {op} {direction}"):
-                            costs[name] = host_us(next(self._calls(provider, direction, inputs)), self.device)
-                    except Exception as error:  # as above; the rows say why
-                        costs[name] = None
-                        self._say(f"host cost of {name} {op} {direction}: {in_one_line(error)}")
 
     def _seconds(self) -> float:
         return time.perf_counter() - self.start

@@ -83,9 +83,6 @@ def _notes(settings: dict[str, Any], rows: Sequence[NormRow]) -> list[str]:
         for (name, op, _), shapes in found.items():
             verb = "is wrong" if kind == "wrong" else "failed"
             notes.append(f"{name} {verb}: {op} {', '.join(shapes)}: {next(iter(shapes.values()))}")
-    for op, costs in settings["host_us"].items():
-        words = [f"{name} {cost:.1f}" if cost is not None else f"{name} failed" for name, cost in costs.items()]
-        notes.append(f"host cost of one {op} call, us: {', '.join(words)}")
     if settings["left_out"]:
         notes.append(f"out of budget ({settings['budget_s']:g} s), left out: {', '.join(settings['left_out'])}")
     return notes

@@ -6,14 +6,13 @@
 - ``wall``: on a CPU, the median time of calls one after another.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
-from stepgraph.bench.device import mark, spans
+from stepgraph.bench.device import mark, spans, times
 
 #: Milliseconds of work in one figure; at least ``LEAST_REPEATS`` repeats, however long they take.
 WARM_UP_MS, MEASURE_MS, LEAST_REPEATS = 5, 30, 10
@@ -23,8 +22,6 @@ GRAPH_BYTES, MOST_CALLS = 2**30, 128
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
-HOST_CALLS = 200
-
 
 def copy_gbps(device: torch.device) -> float:
     """GB/s read and written by ``torch.Tensor.copy_`` of 1 GiB (CPU: 64 MiB), median of 20."""
@@ -32,11 +29,7 @@ def copy_gbps(device: torch.device) -> float:
     target = torch.empty_like(source)
     for _ in range(5):
         target.copy_(source)
-    marks = [mark(device)]
-    for _ in range(20):
-        target.copy_(source)
-        marks.append(mark(device))
-    return 2 * source.numel() / (median(spans(marks)) * 1e6)
+    return 2 * source.numel() / (median(times(device, lambda: target.copy_(source), 20)) * 1e6)
 
 
 def calls_in_graph(tensor_bytes: int) -> int:
@@ -82,23 +75,7 @@ def graph_ms(calls: Sequence[Callable[[], Any]], flush: torch.Tensor | None) -> 
 def wall_ms(call: Callable[[], Any]) -> float:
     """Median of ``call``, ms, on a CPU."""
     call()
-    times: list[float] = []
-    while len(times) < LEAST_REPEATS or (sum(times) < MEASURE_MS and len(times) < 1000):
-        start = time.perf_counter()
-        call()
-        times.append(1000 * (time.perf_counter() - start))
-    return median(times)
-
-
-def host_us(call: Callable[[], Any], device: torch.device) -> float:
-    """Median microseconds until ``call`` returns, on a GPU without waiting for the kernels that it launched."""
-    for _ in range(10):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    times = []
-    for _ in range(HOST_CALLS):
-        start = time.perf_counter()
-        call()
-        times.append(1e6 * (time.perf_counter() - start))
-    return median(times)
+    found: list[float] = []
+    while len(found) < LEAST_REPEATS or (sum(found) < MEASURE_MS and len(found) < 1000):
+        found += times(torch.device("cpu"), call, 1)
+    return median(found)

@@ -11,7 +11,9 @@ and for two rows of logits, p and q, of two models:
                                                d kl_i / d (logits of p)_ij = p_ij (log p_ij - log q_ij - kl_i)
 
 Unlike a cross entropy's, these gradients come in only after the loss is known (DPO's depends on both answers of a
-pair), so the forward keeps a few numbers per row, and the backward overwrites logits with their gradient.
+pair), so the forward keeps a few numbers per row, and the backward overwrites logits with their gradient. So it is
+where ranks share the vocabulary and exchange these numbers: a label may then be another rank's, and ``log_sum`` that of
+all columns.
 """
 
 import torch
@@ -110,6 +112,8 @@ def token_gradient_(
     """Write over ``logits`` their gradient, of what `token_stats` gave for the same arguments.
 
     Args:
+        labels: as there; outside [0, V) where another rank has the label's column.
+        log_sum: as there, or of the columns of all ranks.
         slope, entropy_slope: (M,) fp32, gradients of the row's log-probability and entropy. Rows where both are 0
             become zeros, whatever they hold.
 

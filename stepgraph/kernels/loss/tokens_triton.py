@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.kernels.loss.cross_entropy_triton import configuration, in_rows
-from stepgraph.kernels.loss.split_triton import gradient_configuration
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -131,6 +130,12 @@ def _kl_gradient_kernel(
 
 
 Config = tuple[int, int] | None
+
+
+def gradient_configuration(V: int) -> tuple[int, int]:
+    """(BLOCK, warps) of a gradient: rows in a few blocks of 16 elements a thread."""
+    block = min(max(triton.next_power_of_2(V), 128), 4096)
+    return block, max(block // 512, 1)
 
 
 def launch_stats(

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-import stepgraph.kernels.loss.cross_entropy
-import stepgraph.kernels.loss.split  # noqa: F401  (these define operators of torch.ops.stepgraph)
+import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
@@ -201,7 +200,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
 
 
 #: What a loss begins with, and how the rest of it is found.
-_FIRST = {aten._log_softmax.default: _match, torch.ops.stepgraph.split_gradient_.default: split.match}
+_FIRST = {aten._log_softmax.default: _match, torch.ops.stepgraph.token_gradient_.default: split.match}
 
 
 def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -1,13 +1,14 @@
 """The cross entropy over a vocabulary that ranks share, as `fuse_loss` rewrites it: its gradient takes the place of the
 logits.
 
-Matches: ``stepgraph::split_gradient_`` of a copy of the logits, as the loss of `stepgraph.parallel` makes it. Before ->
-after: ``clone(logits)`` -> ``logits``. Precondition: nothing reads the memory of the logits after that copy, or writes
-to it.
+Matches: ``stepgraph::token_gradient_`` over a copy of the logits, as the loss of `stepgraph.parallel` makes it. Before
+-> after: ``clone(logits)`` -> ``logits``. Precondition: nothing reads the memory of the logits after that copy, or
+writes to it.
 """
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
@@ -27,9 +28,11 @@ class SplitLoss:
         replace(self.copy, self.logits)
 
 
-def match(gradient: fx.Node, aliases: Aliases) -> SplitLoss | str:
-    """The loss whose backward is ``gradient``, or why it cannot be rewritten."""
+def match(gradient: fx.Node, aliases: Aliases) -> SplitLoss | str | None:
+    """The loss whose backward is ``gradient``, or why it cannot be rewritten; None for another loss."""
     copy = gradient.args[0]
+    if copy.target is not torch.ops.aten.clone.default:
+        return None
     logits = copy.args[0]
     root = aliases.root(logits)
     if root.op != "call_function" or not logits.meta["val"].is_contiguous():

@@ -27,7 +27,7 @@ from stepgraph.graph.values import Parameter
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 #: What turns logits into a loss, or scores into a choice of experts.
-_LOSS = {aten._log_softmax, aten.logsumexp, aten.nll_loss_forward, ours.cross_entropy_, ours.softmax_parts}
+_LOSS = {aten._log_softmax, aten.logsumexp, aten.nll_loss_forward, ours.cross_entropy_}
 _LOSS |= {ours.token_stats, ours.token_kl_stats}
 _CHOICE = {aten.topk, aten.sort}
 #: Multiply several matrices at once.

@@ -54,7 +54,6 @@ def record(tmp_path_factory):
     path = tmp_path_factory.mktemp("bench") / "norm.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(norm_timing, "MEASURE_MS", 2)
-        patch.setattr(norm_timing, "HOST_CALLS", 5)
         patch.setitem(norm.PROVIDERS, "wrong", Wrong)
         patch.setitem(norm.PROVIDERS, "broken", Broken)
         names = "ours,eager,wrong,broken,quack"
@@ -76,7 +75,7 @@ def test_the_record_holds_every_figure(record):
     assert written["environment"]["versions"]["torch"] == importlib.metadata.version("torch")
     assert len(rows) == 2 * 4 * 4
     ops = ["rms_norm fwd", "rms_norm bwd", "layer_norm fwd", "layer_norm bwd"]
-    assert {row["op"] for row in rows} == set(ops) == set(settings["host_us"])
+    assert {row["op"] for row in rows} == set(ops)
     copy = settings["copy_gbps"][0]
     for provider in ("ours", "eager"):
         for op, passes in zip(ops, (2, 3, 2, 3), strict=True):
@@ -86,7 +85,6 @@ def test_the_record_holds_every_figure(record):
             assert first["dtype"] == "fp32" and first["timing"] == "wall" and first["error"] is first["wrong"] is None
             assert first["gbps"] == pytest.approx(passes * 64 * 128 * 4 / (first["ms"] * 1e6))
             assert first["pct_copy"] == pytest.approx(100 * first["gbps"] / copy)
-            assert settings["host_us"][op][provider] > 0
 
 
 def test_a_missing_provider_is_named(record, capsys):
@@ -121,7 +119,6 @@ def test_report_prints_the_tables_and_draws(record, tmp_path, capsys):
     assert "- wrong is wrong: rms_norm bwd 64x128, 33x40: dx is" in shown
     assert "- broken failed: rms_norm fwd 64x128: RuntimeError: no kernel for this shape" in shown
     assert "- on a CPU the figures are good for ratios only" in shown
-    assert "- host cost of one rms_norm fwd call, us: ours " in shown
     assert shown.strip().splitlines()[-1].startswith("shapes where ours is slower than 1.02x the best peer: rms_norm")
     assert png.read_bytes().startswith(b"\x89PNG")
 
