@@ -1,11 +1,12 @@
 """The ``stepgraph`` command: parse and dispatch, nothing else.
 
-Errors of use end in one line on stderr and exit status 2, Ctrl-C in one and 130; any other exception keeps its
-traceback.
+Errors of use end in one line on stderr and exit status 2, Ctrl-C in one and 130, a full disk in one and 1; any
+other exception keeps its traceback.
 """
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import io
 import os
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from stepgraph.config.command_line import (
     Option,
@@ -84,6 +85,9 @@ _HOUSE = Path(__file__).parent
 def main(argv: list[str] | None = None) -> NoReturn:
     """Runs the command line ``argv`` (default: that of the process) and exits with its status."""
     arguments = sys.argv[1:] if argv is None else argv
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # a process may start without
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # samples have letters that not every terminal knows
@@ -92,11 +96,22 @@ def main(argv: list[str] | None = None) -> NoReturn:
             status = _status(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # of `stepgraph --help | head`
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())
-        os.dup2(nowhere, sys.stdout.fileno())
+        _silence(sys.stderr, sys.stdout)
         status = _READER_GONE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        _silence(sys.stdout)
+        print(f"error: the output cannot be written ({error})", file=sys.stderr)
+        status = 1
     sys.exit(status)
+
+
+def _silence(*streams: TextIO) -> None:
+    """Send what these ``streams`` still hold nowhere, or it would be tried again as the process ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
 
 
 @contextlib.contextmanager

@@ -251,6 +251,20 @@ def test_what_a_terminal_cannot_spell_is_no_error(encoding, monkeypatch, tmp_pat
     ]
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "stepgraph"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written ([Errno 28] No space left on device)\n"
+
+
+def test_a_process_may_start_without_streams():
+    run = f"{sys.executable} -m stepgraph"
+    assert subprocess.run(["sh", "-c", f"{run} <&- >&- 2>&- && {run} nothing <&- >&- 2>&-"]).returncode == 2
+
+
 def test_our_warnings_are_one_line_and_those_of_others_stay(monkeypatch):
     said = []
 

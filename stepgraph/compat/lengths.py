@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -98,17 +99,24 @@ def for_open_sizes(func: OpOverload) -> Callable[..., Any] | None:
     return decomposition_table[func] if func is torch.ops.aten.constant_pad_nd.default else None
 
 
+#: Held during a trace with open sizes.
+_ONE_THREAD = threading.RLock()
+
+
 @contextlib.contextmanager
 def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
     """What a trace with open sizes runs under. Nodes get an open size as an argument, not a node that computes it.
 
     To code whose file is not ``is_under_torch`` an open size looks like an ``int``: by its class, and by its text, hash
-    and attributes, which add a guard. `stepgraph.capture.python.reads` answers ``type(size)``.
+    and attributes, which add a guard. `stepgraph.capture.python.reads` answers ``type(size)``. Other threads see torch
+    as it is, and wait with such a trace of their own.
     """
+    tracing = threading.get_ident()
     plain, fetch = proxy_tensor.PythonKeyTracer.create_arg, proxy_tensor.fetch_sym_proxy
 
     def is_open(value: Any) -> bool:
-        return type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool) and not value.node.expr.is_number
+        ours = type(value) in (torch.SymInt, torch.SymFloat, torch.SymBool) and threading.get_ident() == tracing
+        return ours and not value.node.expr.is_number
 
     def create_arg(tracer: Any, value: Any) -> Any:
         return value if is_open(value) else plain(tracer, value)
@@ -118,6 +126,7 @@ def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
         return lambda value: value if is_open(value) else known(value)
 
     with (
+        _ONE_THREAD,
         warnings.catch_warnings(),
         replaced(proxy_tensor.PythonKeyTracer, create_arg=create_arg),
         replaced(proxy_tensor, fetch_sym_proxy=fetch_sym_proxy),
@@ -148,6 +157,10 @@ def _matmul_in_python() -> Iterator[None]:
 def _as_integers(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
     held = gc.get_referents(vars(torch.SymInt))[0]  # a class's own __class__ cannot be set
     text, key = torch.SymInt.__repr__, torch.SymInt.__hash__
+    tracing = threading.get_ident()
+
+    def ours(size: torch.SymInt) -> bool:
+        return type(size) is torch.SymInt and threading.get_ident() == tracing
 
     def class_of(size: torch.SymInt) -> type:
         frame = sys._getframe(1)
@@ -156,7 +169,7 @@ def _as_integers(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
         return int if asked(size, frame) else type(size)
 
     def asked(size: torch.SymInt, frame: FrameType) -> bool:
-        return type(size) is torch.SymInt and not is_under_torch(frame.f_code.co_filename)
+        return ours(size) and not is_under_torch(frame.f_code.co_filename)
 
     def as_text(size: torch.SymInt) -> str:
         return repr(int(size)) if asked(size, sys._getframe(1)) else text(size)
@@ -165,7 +178,7 @@ def _as_integers(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
         return hash(int(size)) if asked(size, sys._getframe(1)) else key(size)
 
     def attribute(size: torch.SymInt, name: str) -> Any:
-        if name.startswith("__") or not hasattr(int, name) or type(size) is not torch.SymInt:
+        if name.startswith("__") or not hasattr(int, name) or not ours(size):
             raise AttributeError(f"'SymInt' object has no attribute {name!r}")
         return getattr(int(size), name)
 

@@ -235,7 +235,7 @@ def show_help(usage: str, description: str, options: Iterable[Option], every: bo
             default = " ".join(map(str, option.value)) if isinstance(option.value, tuple) else str(option.value)
             text = _texts(option.owner)[option.path[-1]] + (f" (default: {default})" * (default not in ("None", "")))
             group.add_argument(option.flag, **_reads(option), **shown, help=text.replace("%", "%%"))
-    parser.print_help()
+    print(parser.format_help(), end="")  # its `print_help` hides that it cannot be written
 
 
 def _metavar(hint: Any) -> str | tuple[str, ...]:

@@ -57,7 +57,23 @@ _LEAVE_GRADIENTS = (
 )
 
 
-class GraphTrainer(Trainer):
+class _TrainingStep:
+    def training_step(self: "GraphTrainer", *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In the place of ``Trainer.training_step``, also where a trainer that `GraphTrainer` is a mix-in for calls
+        that."""
+        return self._captured_step(*args, **kwargs)
+
+
+class _StepOfTrainer(type):
+    """Puts `_TrainingStep` right before ``Trainer`` in the order of bases, behind the trainers in between."""
+
+    def mro(cls) -> list[type]:
+        order = [base for base in super().mro() if base is not _TrainingStep]
+        order.insert(order.index(Trainer), _TrainingStep)
+        return order
+
+
+class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
     """As ``transformers.Trainer``, each training step as one graph. In front of a subclass it does the same for that:
     ``class Graph(GraphStep, SFTTrainer): pass``.
 
@@ -285,27 +301,13 @@ class GraphTrainer(Trainer):
         """The captured step, once there is one; with a shorter last step of an epoch, the first of them."""
         return next(iter(self._steps.values()), None)
 
-    def training_step(
+    def _captured_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run the step whose last microbatch is ``inputs``; for one before, keep it. Returns the loss, detached.
 
-        The loss of a step comes with its last microbatch; the others give 0, and ``Trainer`` logs the sum. The
-        ``training_step`` of a trainer that this is a mix-in for runs around that.
+        The loss of a step comes with its last microbatch; the others give 0, and ``Trainer`` logs the sum.
         """
-        plain = Trainer.training_step
-
-        def captured(trainer: "GraphTrainer", *args: Any, **kwargs: Any) -> torch.Tensor:
-            with replaced(Trainer, training_step=plain):  # what a loss may read is as ever
-                return trainer._captured_step(*args, **kwargs)
-
-        with replaced(Trainer, training_step=captured):
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    def _captured_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        """In the place of ``Trainer.training_step``."""
         if _is_replaced(self.accelerator, "backward", Accelerator):
             raise ValueError("accelerator.backward was replaced, and a captured step does not call it; scale the loss")
         model.train()
@@ -447,7 +449,7 @@ class GraphTrainer(Trainer):
     def _has_own_step(self) -> bool:
         """Whether a ``training_step`` may read or change gradients: one around this one, or the trainer's own."""
         bases = type(self).__mro__
-        steps = [vars(owner).get("training_step") for owner in bases[: bases.index(Trainer)] if owner != GraphTrainer]
+        steps = [vars(owner).get("training_step") for owner in bases[: bases.index(_TrainingStep)]]
         names = [set(inspect.unwrap(step).__code__.co_names) for step in steps if step is not None]
         return "training_step" in vars(self) or not all(one in _LEAVE_GRADIENTS for one in names)
 

@@ -20,6 +20,6 @@ from stepgraph.models.llama3.llama3 import (
     llama3_debug,
 )
 from stepgraph.models.loss import added_losses, next_token_loss
-from stepgraph.models.moe.router import MoEConfig
+from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.qwen3_moe.qwen3_moe import Qwen3MoE, Qwen3MoEConfig, qwen3_30b_a3b
 from stepgraph.models.rope import RopeScaling, YarnScaling

@@ -16,7 +16,7 @@ from stepgraph.models.generate import Choose, generate, sampler
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
 from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.saving import load_trained
+from stepgraph.train.trained import load_trained
 
 #: Of samples in a run.
 NEW_TOKENS, TEMPERATURE = 64, 0.8

@@ -214,8 +214,12 @@ def test_what_is_refused(tmp_path, options, match):
         GraphTrainer(model=qwen(), args=arguments, train_dataset=sequences(4))
 
 
+PLAIN_STEP = Trainer.training_step
+
+
 class Reverses(Trainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
+        assert Trainer.training_step is PLAIN_STEP  # other threads may train by it
         return super().training_step(model, inputs | {"input_ids": inputs["input_ids"].flip(1)}, num_items_in_batch)
 
 

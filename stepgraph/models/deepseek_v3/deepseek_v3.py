@@ -19,9 +19,9 @@ from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, SwiGLU
 from stepgraph.models.documents import attend_within
 from stepgraph.models.family import Family
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
+from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.decoder import EXPERTS_PLAN, FREE, MoEDecoder
 from stepgraph.models.moe.layer import MoE
-from stepgraph.models.moe.router import MoEConfig
 from stepgraph.models.rope import YarnScaling, apply_rope_interleaved
 
 #: Eps of the norms of the latents, in the checkpoints whatever the others' is.

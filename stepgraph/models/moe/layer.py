@@ -8,7 +8,8 @@ from torch import nn
 
 from stepgraph.kernels.moe import combine_rows, gather_rows, grouped_mm, sort_by_expert
 from stepgraph.models.decoder import SwiGLU
-from stepgraph.models.moe.router import MoEConfig, Router
+from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.moe.router import Router
 from stepgraph.regions import region
 
 

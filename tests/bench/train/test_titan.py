@@ -26,7 +26,7 @@ from stepgraph.bench.train.titan import job, models, weights
 from stepgraph.config.presets import PRESETS
 from stepgraph.models import Llama3Config, family_of, next_token_loss
 from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
-from stepgraph.models.moe.router import MoEConfig
+from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.rope import RopeScaling, YarnScaling
 
 CUDA = torch.device("cuda")

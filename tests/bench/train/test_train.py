@@ -21,8 +21,8 @@ from stepgraph.bench.train import command as train
 from stepgraph.bench.train.providers import Provider, balance
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio
 from stepgraph.bench.train.table import summary, train_section
+from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.layer import MoE
-from stepgraph.models.moe.router import MoEConfig
 from tests import forked
 
 SIZES = {
