@@ -58,7 +58,9 @@ _LEAVE_GRADIENTS = (
 
 
 class _TrainingStep:
-    def training_step(self: "GraphTrainer", *args: Any, **kwargs: Any) -> torch.Tensor:
+    _captured_step: Callable[..., torch.Tensor]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In the place of ``Trainer.training_step``, also where a trainer that `GraphTrainer` is a mix-in for calls
         that."""
         return self._captured_step(*args, **kwargs)
