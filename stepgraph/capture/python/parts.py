@@ -200,11 +200,11 @@ def _bases(cls: type) -> Iterator[type]:
 
 
 def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterator[Part]:
-    """Those values of a module of Python, the user's or a package's, that code names."""
+    """Those values of a module of Python, the user's or a package's, that code names; a user's code is looked into."""
     if counted_module(module):
-        held = vars(module)
-        for name in sorted(held.keys() & set(names)):
-            yield Part(f"{module.__name__}.{name}", held[name], "item", held, name, absolute=True, deep=False)
+        held, deep = vars(module), of_program(module.__name__)
+        for name in sorted(held.keys() & {*names, "__getattr__"}):
+            yield Part(f"{module.__name__}.{name}", held[name], "item", held, name, absolute=True, deep=deep)
 
 
 def parts_of_container(value: Any) -> Iterator[Part]:

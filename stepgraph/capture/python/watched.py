@@ -88,7 +88,8 @@ class _Walk:
         while True:
             while self._pending:
                 self._visit(*self._pending.popleft())
-            now = (len(self._named), len(self._open), sum(map(len, self._of_class.values())))
+            names = sum(map(len, self._of_class.values()))
+            now = (len(self._named), len(self._open), len(self._of_class), names)
             if now == seen:
                 return
             seen = now
@@ -203,6 +204,7 @@ class _Walk:
             case "namespace":
                 self.found[path] = ("is", value)
                 self._open[id(value)] = value
+                self._class(type(value), ())
             case "method" | "partial":
                 self.found[path] = ("type", type(value))
                 self._parts(f"{path}" if kind == "partial" else path + ".__func__", parts.plain_parts(value))

@@ -50,6 +50,24 @@ class Described:
     scale = Weak()
 
 
+SCALES = {"one": 1.0}
+
+
+class Looking:
+    """A descriptor whose function calls another."""
+
+    def __get__(self, owner, kind=None):
+        return looked_up()
+
+
+def looked_up():
+    return SCALES["one"]
+
+
+class Looked:
+    scale = Looking()
+
+
 class Counted(type):
     @property
     def scale(cls):
@@ -115,6 +133,10 @@ HELD = {
     "copy of an object": (lambda: Options(1.0), None, lambda held: copy.deepcopy(held).scale, to("scale")),
     "new attribute of a function": (lambda: lambda: 0, None, lambda held: getattr(held, "scale", 1.0), to("scale")),
     "behind a descriptor": (Describing, None, scale_of, to("scale")),
+    "code behind a descriptor": (
+        lambda: (SCALES.update(one=1.0), Looked())[1],
+        *(None, scale_of, lambda held: SCALES.update(one=2.0)),
+    ),
     "number in a parameter dict": (
         lambda: nn.ParameterDict({"a": torch.ones(())}),
         None,
