@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import pkgutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -265,7 +266,7 @@ def program_that(tmp_path, monkeypatch, *lines):
     program.write_text("\n".join(["#!/bin/sh", *lines]))
     program.chmod(0o755)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(compile_ahead.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
 
 
 def test_a_process_that_dies_is_a_line_of_the_report(make, monkeypatch, tmp_path):

@@ -7,10 +7,7 @@ cache on disk, where the first launch finds it.
 
 import contextlib
 import itertools
-import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,6 +21,7 @@ from stepgraph import compat
 from stepgraph.graph.facts import packet
 from stepgraph.kernels.ahead import LAUNCHING, sources_of
 from stepgraph.kernels.compile_worker import Request
+from stepgraph.passes.compile.child import Child
 
 #: Seconds for which the first launch waits at most: what takes longer is compiled there.
 _LIMIT_S = 60
@@ -31,23 +29,14 @@ _LIMIT_S = 60
 _NUMBERS = itertools.count()
 
 
-class _Worker:
+class _Worker(Child):
     """The other process, see `stepgraph.kernels.compile_worker`. It serves all graphs of this one: importing torch
     takes longer than compiling most kernels."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
-        self.connection, theirs = multiprocessing.Pipe()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "stepgraph.kernels.compile_worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self.said,
-                stderr=self.said,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=[theirs.fileno()],
-            )
+        super().__init__("stepgraph.kernels.compile_worker", self.said)
 
     def last_words(self) -> str:
         """The last line that the process printed, once it has ended."""

@@ -1,14 +1,11 @@
-"""``python -m stepgraph.passes.compile.helper``: compiles pieces for whoever started it, into Inductor's cache on disk.
+"""``python -m stepgraph.passes.compile.helper FD``: compiles pieces for whoever started it.
 
-Standard input: one pickled `Request`. Standard output: a line when it can serve one, and for each piece in order, when
-it is done, a line of JSON: null, or why it is not in the cache.
+The results are in Inductor's cache on disk. ``FD``: its end of a `multiprocessing.Pipe`. It sends True when it can
+serve a `Request`, gets one, and sends for each piece in order, when it is done, None, or why it is not in the cache.
 """
 
-import json
-import os
-import pickle
-import select
 import sys
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -22,16 +19,14 @@ from stepgraph.passes.compile.helpers import Request  # and, as all passes are, 
 _PATIENCE_S = 300
 
 
-def main() -> int:
+def main(connection: Connection) -> int:
     """Serves one request; the exit status is 0 whatever became of single pieces."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # compilers print
     compat.import_inductor()  # while the one who started this traces
-    print("ready", file=answers, flush=True)
-    if not select.select([sys.stdin], [], [], _PATIENCE_S)[0]:
+    connection.send(True)
+    if not connection.poll(_PATIENCE_S):
         return 0
     try:
-        request: Request = pickle.load(sys.stdin.buffer)
+        request: Request = connection.recv()
     except EOFError:  # nobody asks any more
         return 0
     if request.device is not None:
@@ -42,7 +37,7 @@ def main() -> int:
     elif request.place is not None and not _named(*request.place, request.groups):
         refused = "process groups have other names there"
     for piece in request.pieces:
-        print(json.dumps(refused or _compiled(piece)), file=answers, flush=True)
+        connection.send(refused or _compiled(piece))
     return 0
 
 
@@ -62,4 +57,4 @@ def _compiled(data: bytes) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Connection(int(sys.argv[1]))))

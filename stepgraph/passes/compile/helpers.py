@@ -8,13 +8,8 @@ a helper cannot compile, or compiles to another key, is compiled here.
 
 import atexit
 import contextlib
-import io
-import json
 import os
-import pickle
-import select
 import subprocess
-import sys
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +19,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.graph import collectives
 from stepgraph.inductor.packed import NotSavable, pack
+from stepgraph.passes.compile.child import Child
 
 Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
@@ -50,52 +46,38 @@ class Request(NamedTuple):
     groups: dict[str, list[int]] = {}
 
 
-class _Helper:
+class _Helper(Child):
     """One process; it ends with its request, or when this process does."""
 
     def __init__(self) -> None:
         # Its kernels are compiled by itself: Inductor's pool would take as long to start as it has to do.
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "stepgraph.passes.compile.helper"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,  # `select` does not see what a buffer holds
-            env=environment | {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        )
+        single = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, **single)
         self._ready = False
 
     def ready(self) -> bool:
         """Whether it has imported what it needs."""
-        if not self._ready:
-            self._ready = bool(self._line(0))
+        if not self._ready and self.connection.poll():
+            with contextlib.suppress(EOFError, ConnectionError):
+                self._ready = self.connection.recv()
         return self._ready
 
     def send(self, request: Request) -> None:
-        # One that has ended takes nothing: `answer` says so.
-        with contextlib.suppress(BrokenPipeError), io.BufferedWriter(self.process.stdin) as stream:
-            stream.write(pickle.dumps(request))
+        with contextlib.suppress(ConnectionError):
+            self.connection.send(request)
 
     def answer(self) -> str | None:
         """Wait for its next piece: why it did not compile that, or None."""
-        line = self._line(_LIMIT_S)
-        if line is None:
+        if not self.connection.poll(_LIMIT_S):
             self.end()
             return f"not done within {_LIMIT_S} s"
-        return json.loads(line) if line else "the process that was to compile it has ended"
-
-    def _line(self, limit_s: int) -> bytes | None:
-        """What it says next; nothing if it has ended, None within the limit."""
-        if not select.select([self.process.stdout], [], [], limit_s)[0]:
-            return None
-        return self.process.stdout.readline()
-
-    def kill(self) -> None:
-        self.process.kill()
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionError):
+            return "the process that was to compile it has ended"
 
     def end(self) -> None:
-        self.kill()
+        self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
 
@@ -137,7 +119,7 @@ class Helpers:
         """End them: what they have not compiled is left to this process."""
         ending = (*self._free, *self._busy)
         for helper in ending:  # the driver frees their contexts at the same time
-            helper.kill()
+            helper.process.kill()
         for helper in ending:
             helper.end()
         self._free, self._busy = [], []

@@ -25,6 +25,7 @@ class Answering:
     def __init__(self, *answers, ready=True):
         self.answers, self.is_ready = list(answers), ready
         self.requests, self.killed, self.ended = [], False, 0
+        self.process = self  # which is killed
 
     def ready(self):
         return self.is_ready
@@ -140,7 +141,10 @@ def test_once_they_are_stopped_nobody_waits(started):
 
 @pytest.mark.parametrize(
     "script, limit, reason",
-    [("input()", 1, "not done within 1 s"), ("pass", 300, "the process that was to compile it has ended")],
+    [
+        ("import time; time.sleep(60)", 1, "not done within 1 s"),
+        ("pass", 300, "the process that was to compile it has ended"),
+    ],
     ids=["hangs", "ends"],
 )
 def test_a_process_that_gives_no_answer_is_not_waited_for(script, limit, reason, monkeypatch):
