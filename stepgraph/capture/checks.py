@@ -56,7 +56,8 @@ def refuse_moving(slot: Slot, moves: bool) -> None:
     """Raise if Python reads a buffer that the step itself changes (``moves``)."""
     if moves:
         raise CaptureError(
-            f"forward reads {slot.name} in Python and changes it, which a captured step cannot follow; compute with it "
+            f"forward reads {slot.name} in Python and changes it, which a captured step cannot follow; call the "
+            "model once before if only its first call does, as a data-dependent initialization; else compute with it "
             "as a tensor, such as by torch.where, or pass what the host decides in the batch as a number"
         )
 
@@ -316,21 +317,30 @@ def refuse_attributes_set(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]
 
 
 def refusing_facts(
-    recorder: Recorder, tensors: Sequence[torch.Tensor], flat: Sequence[torch.Tensor], batch: Iterable[slice]
+    recorder: Recorder,
+    slots: Sequence[Slot],
+    tensors: Sequence[torch.Tensor],
+    flat: Sequence[torch.Tensor],
+    batch: Iterable[slice],
 ) -> contextlib.AbstractContextManager[None]:
     """Inside, `CaptureError` is raised for what a trace cannot say of eager's tensors: how often they were written, of
     what they are views, what gradient a parameter has from other steps, and what forward gives other memory.
 
-    ``tensors``: the model's. ``flat``: the inputs of the graph; ``batch``: where among them those of the batch are.
+    ``tensors``: the model's, in its ``slots``. ``flat``: the inputs of the graph; ``batch``: where among them those of
+    the batch are.
     """
-    own = set(map(id, tensors))
+    own = {id(t): slot for t, slot in zip(tensors, slots, strict=True)}
     of_batch = set(storages([t for where in batch for t in flat[where]]))
     of_inputs = of_batch | set(storages(flat))
 
     def ask(tensor: Any, name: str, file: str) -> None:
         if not counts(file):
             return
-        if name.startswith("grad") and id(tensor) in own:
+        slot = own.get(id(tensor))
+        if slot and name == "grad" and not slot.tensor.requires_grad and slot.tensor.grad is None:
+            slot.asked = True  # a moving average that also takes gradients, where it has some
+            return
+        if name.startswith("grad") and slot:
             what, fix = f"uses .{name[:4]} of a parameter", "return the loss alone, or keep what it needs in a buffer"
         elif name == "data =" and id(tensor) not in own:  # of the model's own: `refuse_data_assigned`
             what, fix = "assigns .data of a tensor", "write in place, as by .copy_(...), or give the result a name"

@@ -126,7 +126,8 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
             "over a mesh Python may read no value of a batch, such as the grids of images: ranks, whose batches "
             "differ, would run different graphs; use torch.where or masks, or train on one GPU"
         )
-    return needs, _fix(operator, "use torch.where or masks, or pass what the host decides in the batch as a number")
+    fix = _fix(operator, "use torch.where or masks, or pass what the host decides in the batch as a number")
+    return needs, fix if path or "scalar" not in operator else f"{fix}; if it is only logged, capture(..., replay=True)"
 
 
 def _is_routed(node: fx.Node | None) -> bool:

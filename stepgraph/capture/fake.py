@@ -54,6 +54,8 @@ _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU = {
     aten.native_batch_norm_backward.default: "input",
 }
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
 _KNOWN = (_BY_ARGUMENTS, _LIKE, _CONTIGUOUS, _CONTIGUOUS_ON_CPU, _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU)
 
 
@@ -108,6 +110,8 @@ def _dispatch(
         with mode:
             size = recurrent.workspace_size(args[0], args[1:5], *args[5:])
             return *made[:3], made[0].new_empty(size, dtype=torch.uint8)
+    if func in _VIEWS and 1 in made.shape and not compat.is_open(args[0]):
+        return _viewed(mode, args[0], made)
     if not any(func in known for known in _KNOWN):
         return made
     first = made[0] if isinstance(made, tuple) else made
@@ -129,6 +133,16 @@ def _dispatch(
     if right.stride() == first.stride():
         return made
     return (right, *made[1:]) if isinstance(made, tuple) else right
+
+
+def _viewed(mode: compat.FakeTensorMode, x: Tensor, made: Tensor) -> Tensor:
+    """``made``, a view of ``x``, with the strides that its dimensions of size 1 really have; products go by them."""
+    with compat.without_modes():
+        strides = torch.empty_strided(x.shape, x.stride(), device="meta").view(made.shape).stride()
+    if strides == made.stride():
+        return made
+    with mode:
+        return torch.as_strided(x, made.shape, strides, x.storage_offset())
 
 
 def _grouped_mm(

@@ -34,7 +34,7 @@ from stepgraph.capture import autocast
 from stepgraph.capture.formulas import BY_GRADIENTS, EagerFormulas
 from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.python.values import is_pythons
-from stepgraph.capture.state import OutsideError, named_modules, unwrap
+from stepgraph.capture.state import OutsideError, TrainsError, named_modules, unwrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import stage_of
@@ -436,9 +436,10 @@ def _made_in_trace(leaf: torch.Tensor) -> bool:
 def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance | None) -> None:
     where = f"{user.path or 'the model'} ({user.source})" if user else "the loss"
     if frozen:
-        raise CaptureError(
+        raise TrainsError(
             f"forward makes {frozen}, used in {where}, require a gradient, which it did not before; "
-            "call requires_grad_() before the capture"
+            "call requires_grad_() before the capture",
+            frozen,
         )
     raise OutsideError(
         f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "

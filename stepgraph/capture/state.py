@@ -33,6 +33,8 @@ class Slot:
     tensor: torch.Tensor
     is_parameter: bool
     places: list[tuple[dict, str]] = field(default_factory=list)
+    asked: bool = False
+    """Whether forward has asked for its gradient, of which there is none."""
 
     @property
     def path(self) -> str:
@@ -77,6 +79,14 @@ class OutsideError(CaptureError):
     def __init__(self, message: str, of: Any):
         super().__init__(message)
         self.of = of
+
+
+class TrainsError(CaptureError):
+    """Forward makes a parameter or buffer, ``name``, require a gradient, as later steps find it."""
+
+    def __init__(self, message: str, name: str):
+        super().__init__(message)
+        self.name = name
 
 
 def model_slots(model: nn.Module) -> list[Slot]:
@@ -154,13 +164,15 @@ class Watch:
         self._tensors = [slot.tensor for slot in slots]
         self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
         self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
+        self._asked = [slot.tensor for slot in slots if slot.asked]
         self._seen = self._look()
 
     def _look(self) -> tuple:
         """Where data lies (``param.data = ...`` and ``model.to(...)`` change it and not the object); what trains."""
         inner = [part.data_ptr() for t in self._wrapped for part in unwrap(t)[0] if not compat.is_fake(part)]
         places = list(map(torch.Tensor.data_ptr, self._plain))
-        return places, inner, list(map(attrgetter("requires_grad"), self._tensors))
+        gradients = [t.grad is not None for t in self._asked]
+        return places, inner, list(map(attrgetter("requires_grad"), self._tensors)), gradients
 
     def _state_dicts(self) -> list[dict]:
         return [state for optimizer in self._optimizers for state in optimizer.state.values()]

@@ -45,6 +45,7 @@ from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import (
     OutsideError,
     Slot,
+    TrainsError,
     Whole,
     Wrapping,
     kept_tensors,
@@ -172,18 +173,21 @@ def _traced(*given: Any) -> Traced:
     batch, accumulate, exact = given[2], given[5], given[8]
     given = (*given, None, (), {})  # `StepTrace`'s ``repeated``, ``hosted`` and ``outside``
     trace = first = StepTrace(*given)
+    made_to_train: list[torch.Tensor] = []
     try:
         while True:  # twice or three times if calls of checkpoint must run twice: some, then all
             try:
                 program = trace.program()
                 break
-            except (RunAgain, Again, DrawsFound, OutsideError) as found:
+            except (RunAgain, Again, DrawsFound, OutsideError, TrainsError) as found:
                 if isinstance(found, RunAgain):
                     given = (*given[:14], found.calls, *given[15:])
                 elif isinstance(found, DrawsFound):
                     given = (*given[:15], found.hosted, given[16])
                 elif isinstance(found, OutsideError):
                     given = (*given[:16], given[16] | trace.outside_with(found))
+                elif isinstance(found, TrainsError):
+                    made_to_train.append(trace.buffer_of(found).requires_grad_())
                 trace = StepTrace(*given)
         generators = checked_generators(program, lambda: StepTrace(*given).program())
         first = trace
@@ -211,6 +215,8 @@ def _traced(*given: Any) -> Traced:
         checks.warn_of_kept(trace.kept)
         changes = bool(moving or trace.changes or trace.kept)
     except CaptureError:
+        for buffer in made_to_train:
+            buffer.requires_grad_(False)
         first.drop_state()
         raise
     passing = [change for change in trace.changes if change.of_model and fake_inside(change.new)]
@@ -289,6 +295,13 @@ class StepTrace:
         if held is None:
             raise found
         return dict([held])
+
+    def buffer_of(self, found: TrainsError) -> torch.Tensor:
+        """The buffer that ``found`` says forward makes require a gradient; raise if it is a parameter."""
+        slot = next(slot for slot in self.slots if slot.name == found.name)
+        if slot.is_parameter:
+            raise found
+        return slot.tensor
 
     def prove_replay(self) -> list[Change]:
         """What rehearsals of the loss function change, see `Replay.prove`."""
@@ -471,7 +484,7 @@ class StepTrace:
             compat.checks_of_known_values(self._known.knows),
             compat.lists_of_fake_tensors(self._known.listed),
             checks.refusing_scalers(self.recorder),
-            checks.refusing_facts(self.recorder, tensors, flat, (where for where, _ in batch.values())),
+            checks.refusing_facts(self.recorder, self.slots, tensors, flat, (where for where, _ in batch.values())),
             checks.refusing_settings(self.recorder),
             checks.refusing_conversions(self.recorder),
             refusing_seeds(self.recorder),

@@ -118,3 +118,33 @@ def test_a_view_after_a_transposed_activation(check_training):
         lambda model: torch.optim.AdamW(model.parameters(), fused=True),
         passes=[],
     )
+
+
+@pytest.mark.parametrize(
+    "given, shape", [(((2, 1, 32), (32, 1, 1)), (2, 1, 32)), (((2, 1, 32), (32, 2, 1)), (2, 1, 1, 32))]
+)
+def test_views_with_dimensions_of_size_1(given, shape):
+    """Products choose how they read a matrix by the strides of dimensions of size 1 too."""
+    real = torch.empty_strided(*given).view(shape)
+    with fake_mode() as mode:
+        viewed = (x := torch.empty_strided(*given)).view(shape)
+    assert viewed.fake_mode is mode and viewed.stride() == real.stride()
+    assert viewed.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_a_pooled_sequence_has_eagers_bits(check_training):
+    """The Compact Convolutional Transformer's pooling, whose backward has a matrix of one row."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.pool, self.down = nn.Linear(32, 32), nn.Linear(32, 1), nn.Linear(32, 5)
+
+        def forward(self, x):
+            x = self.up(x).relu()
+            weights = F.softmax(self.pool(x), dim=1)
+            return self.down(torch.einsum("b n, b n d -> b d", weights.squeeze(-1), x))
+
+    batches = [{"x": torch.randn(2, 64, 32)} for _ in range(2)]
+    loss = lambda model, batch: model(batch["x"]).square().mean()  # noqa: E731
+    check_training(Pooled(), loss, batches, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), steps=3)

@@ -177,3 +177,48 @@ def test_arrays_of_what_is_known():
 
     with pytest.raises(ValueError, match="read-only"):
         stepgraph.capture(nn.Linear(8, 8), writing, batches[0], passes="exact")
+
+
+class Quantizer(nn.Module):
+    """As vector_quantize_pytorch: a moving average that asks for a gradient, and a zero that forward makes require
+    one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("average", torch.zeros(8))
+        self.register_buffer("zero", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        update = y.detach().mean((0, 1))
+        if self.average.grad is not None:
+            update.add_(self.average.grad)
+            self.average.grad = None
+        self.average.data.lerp_(update, 0.1)
+        loss = self.zero
+        loss.requires_grad_()
+        return loss + (y - self.average).square().mean()
+
+
+def test_a_buffer_that_is_asked_for_its_gradient_and_one_that_is_made_to_require_one():
+    runs = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model, x = Quantizer(), torch.randn(2, 6, 8)
+        optimizer = adamw(model)
+        step = stepgraph.capture(model, lambda m, b: m(b), x, optimizer, passes="exact") if captured else None
+        for _ in range(3):
+            if step is None:
+                model(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                step(x)
+        runs.append(model)
+    assert runs[1].zero.requires_grad and torch.equal(runs[0].zero.grad, runs[1].zero.grad)
+    for a, b in zip(runs[0].state_dict().values(), runs[1].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    runs[1].average.grad = torch.ones(8)
+    with pytest.raises(stepgraph.CaptureError, match=r"uses \.grad of a parameter"):
+        step(x)
