@@ -28,7 +28,9 @@ class Inputs:
     ) -> tuple[slice, Wrapping | None]:
         """Add the local tensors inside ``tensor``: (where they are, how to wrap them again). ``what``: what each is, by
         its number, or by None where there is one. ``device``: that they are traced on; None: theirs."""
-        inner, wrapping = unwrap(compat.detached(tensor))
+        # A wrapper is detached in its own class, slowly; what needs no gradient is taken out of it first.
+        inner, wrapping = unwrap(compat.detached(tensor) if tensor.requires_grad else tensor)
+        inner = inner if tensor.requires_grad else [compat.detached(one) for one in inner]
         start = len(self.specs)
         for i, t in enumerate(inner):
             found = what(None if len(inner) == 1 else i)

@@ -60,6 +60,7 @@ class Fusion:
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):
         self._parent: dict[fx.Node, fx.Node] = {}
+        self.fused = fused
         if fused:
             self._join(graph, aliases)
 
@@ -170,7 +171,7 @@ class Roofline:
                 continue
             if not free and not collectives.is_nccl(node):
                 kernels[fusion.kernel(node)].append(node)
-            for source in node.all_input_nodes:
+            for source in node.all_input_nodes if fusion.fused else ():
                 readers[aliases.root(source)].append(node)
         shares = filled(graph if whole is None else whole, load)
         for members in kernels.values():

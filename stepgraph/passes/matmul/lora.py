@@ -34,6 +34,7 @@ from stepgraph.passes.matmul.layers import Layer, Product, find
 
 aten, SUM = torch.ops.aten, torch.ops.stepgraph.sum_products.default
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Adapter:
 def lora(step: StepGraph, options: object, report: PassReport) -> None:
     """Join the products of low-rank adapters of one input, and add them without passes over activations."""
     aliases = Aliases(step.graph)
-    adapters = list(_adapters(find(step, aliases).layers, aliases))
+    adapters = list(_adapters(find(step, aliases).layers, aliases)) if _has_chain(step) else []
     report.matched = len(adapters)
     left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
     groups = _groups(adapters)
@@ -81,6 +82,18 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
 
 
 # What is there
+
+
+def _has_chain(step: StepGraph) -> bool:
+    """Whether a product reads another one, viewed in other shapes at most."""
+    products = [n for target in _PRODUCTS for n in step.graph.find_nodes(op="call_function", target=target)]
+    for node in products:
+        source = node.args[-2]
+        while source.target in _VIEWS:
+            source = source.args[0]
+        if source.target in _PRODUCTS:
+            return True
+    return False
 
 
 def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:

@@ -13,6 +13,7 @@ Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for t
 import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -102,7 +103,10 @@ class Plan:
                 root = self.aliases.root(node)
                 if root.op == "call_function":
                     self.saved[root] = None
-        self._repeatable = {n: self._can_repeat(n) for n in self.nodes if self._is_forward(n)}
+
+    @cached_property
+    def _repeatable(self) -> dict[fx.Node, bool]:
+        return {n: self._can_repeat(n) for n in self.nodes if self._is_forward(n)}
 
     def _blocks(self) -> dict[fx.Node, str | None]:
         """The repeated block of every node; looked up once per module path, which many nodes share."""

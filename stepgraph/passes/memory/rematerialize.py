@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph import compat
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.inductor.regional import region_of, tag
@@ -97,7 +96,8 @@ def _between_regions(plan: Plan, root: fx.Node) -> bool:
 
 
 def _sizes(nodes: list[fx.Node]) -> list[int]:
-    values = [value for n in nodes for value in compat.pytree.tree_leaves(n.meta.get("val"))]
+    given = [n.meta.get("val") for n in nodes]
+    values = [one for value in given for one in (value if isinstance(value, (list, tuple)) else [value])]
     return [value.numel() for value in values if isinstance(value, torch.Tensor)]
 
 
