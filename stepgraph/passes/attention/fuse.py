@@ -607,9 +607,7 @@ class _Written:
                 node = build(aten.where.self, node, *((zero, hidden) if op.shown else (hidden, zero)))
             else:
                 continue
-            size = _size(node)
-            if len(op.size) == len(size) == 3 and size[0] == shape[0] * shape[1]:
-                node = build.view(node, torch.Size((*shape[:2], *size[1:])))
+            node = self._of_scores(build, node, op.size)
             total = node if total is None else build(aten.add.Tensor, total, node)
         if total is None:
             return None
@@ -624,6 +622,22 @@ class _Written:
         elif total.meta["val"].stride(-1) != 1 or any(s % 8 for s in strides[:-1]):
             total = build(aten.clone.default, total, memory_format=torch.contiguous_format)
         return total if _size(total) == shape else build(aten.expand.default, total, list(shape))
+
+    def _of_scores(self, build: Builder, node: fx.Node, given: Sequence[int]) -> fx.Node:
+        """``node``, which broadcasts to the scores viewed as ``given``, as it broadcasts to (B, H, T, S)."""
+        shape, size = torch.Size(self.shape), _size(node)
+        if tuple(given) == shape or math.prod(size[:-2]) == 1:
+            return node if len(size) <= 4 else build.view(node, size[-2:])
+        if len(given) == 3 and size[0] == shape[0] * shape[1]:
+            return build.view(node, torch.Size((*shape[:2], *size[1:])))
+        size = torch.Size((*[1] * (len(given) - len(size)), *size))
+        kept = tuple(given[-3:]) == shape[1:]  # the batch alone is divided, as into images and their windows
+        if kept and math.prod(size[:-3]) == 1:
+            return build.view(node, torch.Size((1, *size[-3:])))
+        whole = [*given[:-3], *size[-3:]] if kept else list(given)
+        node = build(aten.expand.default, node, whole)
+        node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return build.view(node, torch.Size((shape[0], *size[-3:])) if kept else shape)
 
     @staticmethod
     def _put(node: fx.Node, new: fx.Node, number: float, turned: bool) -> None:

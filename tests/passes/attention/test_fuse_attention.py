@@ -159,6 +159,34 @@ def bart(self, q, k, v):
     return torch.bmm(F.softmax(scores.view(B * H, T, T), dim=-1), v).view(B, H, T, D)
 
 
+def windows(self, q, k, v):
+    """Swin: the windows of an image hide other keys each; the learned bias is that of all."""
+    B, H, T, _ = q.shape
+    places = torch.arange(T, device=q.device)
+    mask = torch.stack([((places[:, None] - places) > n).to(q.dtype) for n in (1, 4)]) * -100.0
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT + self.bias
+    scores = scores.view(B // 2, 2, H, T, T) + mask.unsqueeze(1).unsqueeze(0)
+    return F.softmax(scores.view(-1, H, T, T), -1) @ v
+
+
+def grouped(self, q, k, v):
+    """A bias of each head within groups of heads."""
+    B, H, T, _ = q.shape
+    distance = (torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)).abs()
+    slopes = torch.linspace(0.1, 0.4, H, device=q.device)[None, :, None, None, None]
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).view(B, H, 1, T, T) + (-slopes * distance).to(q.dtype)
+    return F.softmax(scores.view(B, H, T, T), -1) @ v
+
+
+def folded(self, q, k, v):
+    """A bias of each head, where heads and batch are one dimension."""
+    B, H, T, _ = q.shape
+    distance = (torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)).abs()
+    slopes = torch.linspace(0.1, 0.4, H, device=q.device).repeat(B)[None, :, None, None]
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).view(1, B * H, T, T) + (-slopes * distance).to(q.dtype)
+    return F.softmax(scores.view(B, H, T, T), -1) @ v
+
+
 def positions(self, q, k, v):
     return F.softmax(q @ k.mT * q.shape[-1] ** -0.5 + self.bias, -1) @ v
 
@@ -200,6 +228,9 @@ WAYS = [
     (divided, "cudnn"),
     (three_dimensions, "cudnn"),
     (bart, "cudnn"),
+    (windows, "efficient"),
+    (grouped, "cudnn"),
+    (folded, "cudnn"),
     (positions, "efficient"),
     (fused_positions, "efficient"),
     (odd_keys, "efficient"),
