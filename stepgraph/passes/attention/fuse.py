@@ -314,8 +314,8 @@ class _Written:
     """The nodes of one attention. ``q`` (N, T, D), ``k`` (N, D, S), ``v`` (N, S, D_v): what its products read;
     ``out``: its second product; ``alpha``: the number of its first. In backward: ``slope``: of the softmax; ``dout``:
     the gradient of ``out``; ``dq``, ``dk``, ``dv``: of the others; ``first``: the first product; ``dbias``: (the
-    gradient of all that is added to the scores, what reads it). ``size``: of the scores. ``sink``, of one column: a
-    score that takes weight and has no value, ``dsink``: its gradient."""
+    gradient of all that is added to the scores, what reads it, the number that it is multiplied with). ``size``: of the
+    scores. ``sink``, of one column: a score that takes weight and has no value, ``dsink``: its gradient."""
 
     step: StepGraph
     softmax: fx.Node
@@ -334,7 +334,7 @@ class _Written:
     dv: fx.Node | None = None
     dsink: fx.Node | None = None
     first: fx.Node | None = None
-    dbias: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+    dbias: list[tuple[fx.Node, fx.Node, float]] = field(default_factory=list)
     #: What the kernels read: queries, keys and values; the numbers that they are multiplied with before the products;
     #: whether the keys are (D, S).
     inputs: tuple[fx.Node, ...] = ()
@@ -371,9 +371,9 @@ class _Written:
                 else:
                     return f"{user.name} is not a gradient of its queries or keys"
             for node, user, ops in strangers:
-                if any(op[0] != "hide" for op in _merged(ops)):
+                if any(op[0] not in ("hide", "scale") for op in _merged(ops)):
                     return f"{user.name} reads the gradient of its scores"
-                self.dbias.append((node, user))
+                self.dbias.append((node, user, math.prod(op.number for op in ops if op.kind == "scale")))
         if any(grad is not grads[0] for grad in grads):
             return "its gradients come from two results"
         self.dout = grads[0] if grads else None
@@ -549,8 +549,9 @@ class _Written:
                 wanted = [True, True, True, bool(self.dbias)]
                 made = build(backward, grad, q, k, v, bias, out, *saved, 0.0, wanted, False, **tail)
                 grads = [build(operator.getitem, made, i) for i in range(4 if self.dbias else 3)]
-            for node, user in self.dbias:
+            for node, user, number in self.dbias:
                 value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
+                value = value if number == 1.0 else build(aten.mul.Tensor, value, number)
                 user.replace_input_with(node, value)
                 erase_unread(node)
             a, b = a * self.alpha, b * self.alpha
