@@ -19,9 +19,9 @@ import ctypes
 import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,6 +161,8 @@ class Reads:
         self.types, self.generators = TensorTypes(), GeneratorCalls()
         self._environment: set[str | None] = set()  # None: all of it
         self._classes: dict[type, None] = {}
+        self._modules: dict[int, ModuleType] = {}  # Python modules that code names values of
+        self._looked_for: set[str] = set()  # names that were searched in all of them
         self._list = lambda tensor: self._see_list(tensor)  # one for all traces of a step: it may be met itself
 
     @contextlib.contextmanager
@@ -202,6 +204,9 @@ class Reads:
             entropy.close()
             environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
             del torch.Tensor.tolist
+            for module in self._modules.values():
+                if type(module) is values.NotedModule:
+                    module.__class__ = ModuleType
             for cls, before in self._noting.items():
                 if before is None:
                     del cls.__getattribute__
@@ -308,6 +313,14 @@ class Reads:
             own = type(value) is MethodType and value.__self__ is owner
             self._meet(f"{type(owner).__name__}.{name}", value.__func__ if own else value)
 
+    def _see_of_module(self, module: ModuleType, name: str, value: Any) -> None:
+        """A name of a user's module, which code may compute."""
+        if not (name.startswith("__") and name.endswith("__")):
+            self.names[id(module)].add(name)
+            if (id(vars(module)), name) not in self._before:
+                self._note([*parts.parts_of_namespace(module, [name])], "", pending := deque())
+                self._meet_all(pending)
+
     def _see_variable(self, read: Callable, environ: os._Environ, name: str | bytes | None) -> Any:
         frame = sys._getframe(2)
         while frame.f_back is not None and frame.f_code.co_filename.startswith("<frozen"):  # os.getenv and the like
@@ -324,8 +337,16 @@ class Reads:
     # ---- what is met ----
 
     def _meet(self, path: str, value: Any) -> None:
-        pending = deque([(path, value)])
-        while pending:
+        self._meet_all(deque([(path, value)]))
+
+    def _meet_all(self, pending: deque[tuple[str, Any]]) -> None:
+        while pending or len(self._looked_for) != len(self._named):
+            if not pending:  # code that was met since names more of the modules
+                new = self._named - self._looked_for
+                self._looked_for |= new
+                for module in self._modules.values():
+                    self._note([*parts.parts_of_namespace(module, new)], "", pending)
+                continue
             path, value = pending.popleft()
             kind = kind_of(type(value))
             if kind == "atom" and values.has_more(type(value)):
@@ -373,6 +394,9 @@ class Reads:
                 found = [*self._of_class(value), *self._of_class(type(value))]
             elif kind == "namespace":
                 self._keys.setdefault(id(vars(value)), set(vars(value)))
+                self._modules[id(value)] = value
+                if type(value) is ModuleType and of_program(value.__name__):
+                    values.NotedModule.seen, value.__class__ = self._see_of_module, values.NotedModule
                 found = list(parts.parts_of_namespace(value, self._named))
             else:
                 if isinstance(value, contextvars.ContextVar):
@@ -385,15 +409,19 @@ class Reads:
                     if "default_generator" in named:
                         self.generators.meet()
                 found = list(parts.plain_parts(value))
-            for part in found:
-                if part.value is TYPE:  # put there by the trace
-                    continue
-                where = part.name if part.absolute else path + part.name
-                inside = values.behind(part.value)
-                if part.how != "content" and part.key != "__defaults__":
-                    self._before.setdefault((id(part.holder), part.key), (where, part.holder, part.key, inside))
-                if parts.is_looked_into(part):
-                    pending.append((where, inside))
+            self._note(found, path, pending)
+
+    def _note(self, found: Iterable[parts.Part], path: str, pending: deque[tuple[str, Any]]) -> None:
+        """Keep what parts are now; those that are looked into are ``pending``, unless they were noted before."""
+        for part in found:
+            if part.value is TYPE:  # put there by the trace
+                continue
+            where = part.name if part.absolute else path + part.name
+            inside = values.behind(part.value)
+            if part.how != "content" and part.key != "__defaults__":
+                self._before.setdefault((id(part.holder), part.key), (where, part.holder, part.key, inside))
+            if parts.is_looked_into(part):
+                pending.append((where, inside))
 
     def _of_class(self, cls: type) -> list[parts.Part]:
         """What a class of the user's has: its values, and methods whose code names what may be read."""

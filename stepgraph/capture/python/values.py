@@ -18,7 +18,7 @@ import sysconfig
 import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,22 @@ def of_library(module: str | None) -> bool:
     return module in sys.builtin_module_names if not isinstance(file, str) else not counts(file)
 
 
+class NotedModule(types.ModuleType):
+    """The class of a user's module while its reads are noted: ``seen`` is called with it, a name and the value."""
+
+    seen: Callable[[types.ModuleType, str, Any], None]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        NotedModule.seen(self, name, value)
+        return value
+
+
 def counted_module(value: Any) -> bool:
     """Whether ``value`` is a module of the user's or of a package."""
     if not isinstance(value, types.ModuleType):
         return False
-    if type(value) is not types.ModuleType and of_library(type(value).__module__):  # as torch.ops.aten
+    if type(value) not in (types.ModuleType, NotedModule) and of_library(type(value).__module__):  # as torch.ops.aten
         return False
     file = getattr(value, "__file__", None) or next(iter(getattr(value, "__path__", ())), None)
     if file is not None:

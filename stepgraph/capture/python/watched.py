@@ -63,7 +63,7 @@ class _Walk:
         self._placed: set[tuple[int, str]] = set()
         self._named: set[str] = set()  # attributes that code names
         self._of_class: dict[type, set[str]] = {}
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, tuple[Any, Iterable[str]]] = {}  # Python modules, and names that were read of them
         self._attributed: list[tuple[str, dict[str, Any]]] = []  # what users have put on tensors
         self._pending: deque[tuple[str, Any]] = deque()
         own = {id(t) for m in model.modules() for t in (*m._parameters.values(), *m._buffers.values())}
@@ -93,8 +93,8 @@ class _Walk:
             if now == seen:
                 return
             seen = now
-            for value in list(self._open.values()):
-                self._parts("", parts.parts_of_namespace(value, self._named))
+            for value, names in list(self._open.values()):
+                self._parts("", parts.parts_of_namespace(value, self._named.union(names)))
             for path, held in self._attributed:
                 named = [name for name in held if name in self._named]
                 self._parts(path, (Part(f".{name}", held[name], "item", held, name) for name in named))
@@ -203,7 +203,7 @@ class _Walk:
                 self._parts(path, parts.plain_parts(value))
             case "namespace":
                 self.found[path] = ("is", value)
-                self._open[id(value)] = value
+                self._open[id(value)] = value, self.names_of(path, value) or ()
                 self._class(type(value), ())
             case "method" | "partial":
                 self.found[path] = ("type", type(value))

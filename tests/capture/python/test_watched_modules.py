@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import types
 
 import pytest
 import torch
@@ -54,16 +55,26 @@ def __getattr__(name):
     raise AttributeError(name)
 """
 
+#: Names a value of the first module that no code names which is met before.
+LATE = """
+from . import inner
+
+def count():
+    inner.COUNT += 1
+    return inner.COUNT
+"""
+
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_of_a_test").mkdir()
-    (tmp_path / "own_of_a_test" / "__init__.py").write_text("from . import inner\n")
+    (tmp_path / "own_of_a_test" / "__init__.py").write_text("from . import inner, late\n")
+    (tmp_path / "own_of_a_test" / "late.py").write_text(LATE)
     (tmp_path / "own_of_a_test" / "inner.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     package = importlib.import_module("own_of_a_test")
     yield package
-    for name in ("own_of_a_test", "own_of_a_test.inner"):
+    for name in ("own_of_a_test", "own_of_a_test.inner", "own_of_a_test.late"):
         del sys.modules[name]
 
 
@@ -86,6 +97,8 @@ READS = {
     "nested": lambda own: own.inner.nested(),
     "class": lambda own: own.inner.Options.scale,
     "by getattr": lambda own: getattr(own.inner, "of_global")(),  # noqa: B009
+    "by a name that is made": lambda own: getattr(own.inner, "".join(["of", "_global"]))(),
+    "value by a name that is made": lambda own: getattr(own.inner, "".join(["SCA", "LE"])),
     "imported": imported,
     "imported by name": imported_by_name,
     "computed": lambda own: own.inner.computed,
@@ -105,6 +118,8 @@ def test_what_functions_of_a_module_read(kind, own):
     ("call", "message"),
     [
         (lambda own: own.inner.count(), r"own_of_a_test\.inner\.COUNT counts in Python"),
+        (lambda own: own.inner.of_global() * own.late.count(), r"own_of_a_test\.inner\.COUNT counts in Python"),
+        (lambda own: getattr(own.inner, "".join(["cou", "nt"]))(), r"own_of_a_test\.inner\.COUNT counts in Python"),
         (lambda own: own.inner.log(), r"forward sets own_of_a_test\.inner\.LOG from \[\] to \[1\]"),
         (lambda own: own.inner.draw(), r"inner\.py:\d+\) draws numbers from the generator"),
     ],
@@ -112,3 +127,4 @@ def test_what_functions_of_a_module_read(kind, own):
 def test_what_functions_of_a_module_change(call, message, own):
     with pytest.raises(CaptureError, match=message):
         stepgraph.capture(nn.Linear(4, 4), lambda m, x: m(x).mean() * call(own), torch.randn(3, 4), passes="exact")
+    assert type(own.inner) is type(own.late) is types.ModuleType
