@@ -364,6 +364,7 @@ class Reads:
                     self._keep_dict(path, held)
                 self._keep_hooks(path, value)
                 pending.append(("", type(value)))
+                pending.extend((path, hook) for hooks in HOOKS for hook in vars(value)[hooks].values())
                 continue
             if kind == "instance":
                 self._note_class(type(value))
@@ -384,7 +385,7 @@ class Reads:
                     continue
                 if not isinstance(value, (tuple, frozenset)) and hasattr(value, "clear"):
                     self._whole[id(value)] = (path, value, _content(value))
-                found = list(parts.plain_parts(value))
+                found = [*parts.plain_parts(value), *self._of_class(type(value))]
             elif kind == "cached":
                 self._caches.append((value, value.cache_info().currsize))
                 found = list(parts.plain_parts(value))
