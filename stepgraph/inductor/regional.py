@@ -343,11 +343,34 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
 
 
 def _reshape(graph: fx.Graph) -> None:
-    """``view(x, shape)`` -> ``reshape(x, shape)``, where nothing is written in place: what Inductor decomposes into
+    """``view(x, shape)`` -> ``reshape(x, shape)``, where ``x`` is not written in place: what Inductor decomposes into
     other operators, such as softplus_backward, may have other strides, which ``view`` would refuse."""
-    if not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes):
-        for node in graph.find_nodes(op="call_function", target=aten.view.default):
+    written = {_root(one) for node in graph.nodes for one in _written(node)}
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        if _root(node) not in written:
             node.target = aten.reshape.default
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What ``node`` writes in place; all that it reads where its schema does not say."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        unknown = schema is None and node.op == "call_function" and node.target is not operator.getitem
+        return node.all_input_nodes if unknown else []
+    named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    given = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in compat.pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node``, a view or the result of a write in place, lies in."""
+    while node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
+        schema = getattr(node.target, "_schema", None)
+        views = node.target is operator.getitem if schema is None else any(r.alias_info for r in schema.returns)
+        if not views:
+            break
+        node = node.args[0]
+    return node
 
 
 def _with_calls(

@@ -381,8 +381,10 @@ class Steps(nn.Module):
     def __init__(self):
         super().__init__()
         self.down, self.up = nn.Linear(12, 4), nn.Linear(4, 12)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
+        self.calls += 1
         x = x.view(2, 3, 12)
         steps = nn.functional.softplus(self.up.weight @ self.down(x).transpose(1, 2)).transpose(1, 2)
         return (steps * x).reshape(6, 12)
