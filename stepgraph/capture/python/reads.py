@@ -181,6 +181,8 @@ class Reads:
         try:
             for cls in (nn.Module, *self._classes):
                 self._note_class(cls)
+            for module in self._modules.values():
+                self._note_module(module)
             for path, module in self.model.named_modules():
                 self._met[id(module)] = module
                 own = {key: value for key, value in vars(module).items() if not parts.is_torchs(module, key)}
@@ -296,6 +298,11 @@ class Reads:
             self._noting[cls] = before
             self._classes[cls] = None
 
+    def _note_module(self, module: ModuleType) -> None:
+        """Let a Python module of the user's note reads of what it holds."""
+        if type(module) is ModuleType and of_program(module.__name__):
+            values.NotedModule.seen, module.__class__ = self._see_of_module, values.NotedModule
+
     def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
         name = "__dict__" if name == "__getstate__" else name  # copies and pickle read it below attributes
         if of_modules and name == "__dict__":
@@ -396,8 +403,7 @@ class Reads:
             elif kind == "namespace":
                 self._keys.setdefault(id(vars(value)), set(vars(value)))
                 self._modules[id(value)] = value
-                if type(value) is ModuleType and of_program(value.__name__):
-                    values.NotedModule.seen, value.__class__ = self._see_of_module, values.NotedModule
+                self._note_module(value)
                 found = list(parts.parts_of_namespace(value, self._named))
             else:
                 if isinstance(value, contextvars.ContextVar):

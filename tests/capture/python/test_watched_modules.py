@@ -128,3 +128,21 @@ def test_what_functions_of_a_module_change(call, message, own):
     with pytest.raises(CaptureError, match=message):
         stepgraph.capture(nn.Linear(4, 4), lambda m, x: m(x).mean() * call(own), torch.randn(3, 4), passes="exact")
     assert type(own.inner) is type(own.late) is types.ModuleType
+
+
+def test_what_an_optimizer_reads_by_a_name_that_is_made(own):
+    class Scaled(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * getattr(own.inner, "".join(["SCA", "LE"])))
+
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+    loss_fn = lambda model, x: model(x).mean() * own.inner.of_object()  # noqa: E731
+    step = stepgraph.capture(model, loss_fn, x, Scaled(model.parameters()), passes="exact")
+    own.inner.SCALE = 2.0
+    with pytest.warns(UserWarning, match=r"SCALE changed from 1\.0 to 2\.0"):
+        assert step.verify(x).bitwise
