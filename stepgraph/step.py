@@ -24,7 +24,7 @@ from stepgraph.capture.batch import (
 )
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
-from stepgraph.capture.trace import LossFn
+from stepgraph.capture.step_trace import LossFn
 from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import CaptureError, require_words, warn_caller
 from stepgraph.graph.program import StepProgram

@@ -44,7 +44,7 @@ def bar_chart(panels: Sequence[Panel], kind: Bars, png: Path) -> None:
         axes.set_xlim(0, 1.45 * longest)  # room for the labels
         axes.set_yticks(range(len(rows)), [row.provider for row in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)  # the first provider on top
-        dress(axes, heading, device)
+        style(axes, heading, device)
         axes.grid(axis="x", color=GRID, linewidth=0.8)
     all_axes[-1].set_xlabel(f"{kind.unit} (dark line: fastest to slowest)", color=INK)
     figure.savefig(png)
@@ -70,7 +70,7 @@ def _bar(axes: Axes, place: int, row: Any, kind: Bars, text: str) -> None:
     )
 
 
-def dress(axes: Axes, heading: str, device: str) -> None:
+def style(axes: Axes, heading: str, device: str) -> None:
     """Title, device and a quiet frame."""
     axes.annotate(
         heading, (0, 1), xytext=(0, 22), xycoords="axes fraction", textcoords="offset points", color=INK,

@@ -47,7 +47,7 @@ def of_eager(rows: Sequence[Row]) -> Row | None:
     return next((row for row in rows if row.provider == "eager" and row.step_ms), None)
 
 
-def troubles(rows: Sequence[ProviderRow]) -> list[str]:
+def problems_of(rows: Sequence[ProviderRow]) -> list[str]:
     """Why providers have no figures."""
     found = [f"{row.provider}: {row.unavailable}" for row in rows if row.unavailable]
     return found + [f"{row.provider} failed: {row.error}" for row in rows if row.error]
@@ -135,4 +135,4 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     if settings["device"] == "cpu":
         notes.append("peak GiB: the process, its compiler included; step MiB: tensors alive in a step and not after it")
     notes.append(chosen["losses"])
-    return notes + troubles(rows)
+    return notes + problems_of(rows)

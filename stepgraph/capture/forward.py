@@ -15,7 +15,8 @@ from stepgraph.capture.known import KnownValues
 from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.python.torch_random import refusing_seeds
 from stepgraph.capture.state import swapped
-from stepgraph.capture.trace import LossFn, StepTrace, Traced
+from stepgraph.capture.step_trace import LossFn, StepTrace
+from stepgraph.capture.trace import Traced
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Loss, Output, Ratio

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stepgraph.capture.optimizer.update import Optimizers
-from stepgraph.capture.trace import LossFn
+from stepgraph.capture.step_trace import LossFn
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.parallel.placement import Placement
 from stepgraph.passes import Passes, Target, resolve

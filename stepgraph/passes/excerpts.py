@@ -96,7 +96,7 @@ def _join_reader(groups: "_Groups", reader: fx.Node, old: _Call, new: _Call) -> 
         members = [n for n in pair if n in groups]
         groups.join(*members)
         if members:
-            groups.witness(members[0], reader)
+            groups.note_reader(members[0], reader)
         else:
             groups.add(reader)
 
@@ -153,7 +153,7 @@ def _out_of_order(numbers: Sequence[int]) -> list[int]:
 
 
 class _Groups:
-    """Nodes in groups that are joined; ``witness``: a reader that is shown with a group without joining groups."""
+    """Nodes in groups that are joined; ``note_reader``: a reader that is shown with a group without joining groups."""
 
     def __init__(self, nodes: Iterable[fx.Node]):
         self._parent = {n: n for n in nodes}
@@ -169,11 +169,11 @@ class _Groups:
         for node in nodes[1:]:
             self._parent[self._top(node)] = self._top(nodes[0])
 
-    def witness(self, node: fx.Node, reader: fx.Node) -> None:
+    def note_reader(self, node: fx.Node, reader: fx.Node) -> None:
         self._seen_by[node].append(reader)
 
     def all(self) -> list[list[fx.Node]]:
-        """Members of each group, its witnesses among them (of many alike, as the readers of a gradient, the first)."""
+        """Members of each group, its readers among them (of many alike, as the readers of a gradient, the first)."""
         groups: dict[fx.Node, dict[fx.Node, None]] = defaultdict(dict)
         for node in self._parent:
             groups[self._top(node)].setdefault(node)

@@ -111,7 +111,7 @@ class RecordedValues:
                 recorded, found = self._form(node.meta.get("val")), self._follows(node)
             else:
                 continue
-            if recorded != found and found is not _UNKNOWN and not self._was_so(node, recorded):
+            if recorded != found and found is not _UNKNOWN and not self._was_recorded(node, recorded):
                 yield node, recorded, found
 
     def _follows(self, node: fx.Node) -> Any:
@@ -187,7 +187,7 @@ class RecordedValues:
             return tuple([(key, self._argument(item, value_of)) for key, item in value.items()])
         return type(value), value
 
-    def _was_so(self, node: fx.Node, recorded: Any) -> bool:
+    def _was_recorded(self, node: fx.Node, recorded: Any) -> bool:
         """Whether capture recorded the same value for the same call."""
         if self._captured is None:
             self._captured = set()

@@ -36,7 +36,7 @@ from stepgraph.models import family_of, flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes.waiting import Waiting
-from stepgraph.run.watch.lost_ranks import is_lost_rank, let_the_agent_look, lost_rank, report, who
+from stepgraph.run.watch.lost_ranks import is_lost_rank, lost_rank, report, wait_for_the_agent, who
 from stepgraph.run.watch.signals import StopSignals
 from stepgraph.run.watch.watch import Watch
 from stepgraph.train import start
@@ -299,7 +299,7 @@ class Run:
                     part()
         if lost:  # and no cause of anything
             print(f"error: {who()}{error}", file=sys.stderr, flush=True)
-            let_the_agent_look(lambda: self.signals.received is not None)
+            wait_for_the_agent(lambda: self.signals.received is not None)
             return 1
         if error := error or self.failures.first:
             report(error)

@@ -12,7 +12,7 @@ from torch import nn
 
 from stepgraph.capture import flatten_batch
 from stepgraph.capture.python.metrics import collected
-from stepgraph.capture.trace import LossFn
+from stepgraph.capture.step_trace import LossFn
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, lower
 from stepgraph.parallel import placement_of

@@ -29,7 +29,7 @@ from stepgraph.verify.state import Key, Snapshot
 _SHARED = ("forward", "loss", "backward")
 
 
-def where_they_part(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Tensor]) -> str:
+def where_they_differ(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Tensor]) -> str:
     """The first node, or the first pass, that gives what eager, with the outcome ``eager``, does not; in words."""
     snapshot.restore()
     with EagerResults() as operators:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from stepgraph.verify.case import Case, calls, differ, outcome, tolerance
-from stepgraph.verify.locate import where_they_part
+from stepgraph.verify.locate import where_they_differ
 from stepgraph.verify.report import KINDS, VerifyReport, differences
 from stepgraph.verify.state import Snapshot
 
@@ -34,7 +34,7 @@ def verify(case: Case, locate: bool) -> VerifyReport:
         if differ(eager, outcome(case, case.eager)):
             return dataclasses.replace(report, repeats=False)
         if locate:
-            report = dataclasses.replace(report, parted=where_they_part(case, snapshot, eager))
+            report = dataclasses.replace(report, parted=where_they_differ(case, snapshot, eager))
         return report
     finally:
         snapshot.restore()

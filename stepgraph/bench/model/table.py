@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepgraph.bench.rows import Row, geometric_mean
-from stepgraph.bench.table import align, in_markdown, of_eager, shown, step_ms, times_faster, troubles
+from stepgraph.bench.table import align, in_markdown, of_eager, problems_of, shown, step_ms, times_faster
 
 
 def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -38,7 +38,7 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     notes.append(chosen["losses"])
     return (
         notes
-        + troubles(rows)
+        + problems_of(rows)
         + [
             f"{row.provider}: {row.cuda_graphs}; capture {row.capture_s:.1f} s, compile {row.compile_s:.1f} s"
             for row in rows

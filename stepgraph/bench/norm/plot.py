@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepgraph.bench.norm.results import OURS, Comparison, NormRow, comparisons
-from stepgraph.bench.plot import GRID, INK, MUTED, OURS_COLOR, dress
+from stepgraph.bench.plot import GRID, INK, MUTED, OURS_COLOR, style
 from stepgraph.bench.table import where
 
 #: Colour and marker of each peer, in the order of the record.
@@ -47,7 +47,7 @@ def norm_chart(records: Sequence[Record], png: Path) -> None:
     all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axes, (heading, device, shapes, providers) in zip(all_axes, panels, strict=True):
         _lines(axes, shapes, providers)
-        dress(axes, heading, device)
+        style(axes, heading, device)
     figure.savefig(png)
 
 

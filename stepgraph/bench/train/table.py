@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from stepgraph.bench.table import in_markdown, shown, step_ms, troubles
+from stepgraph.bench.table import in_markdown, problems_of, shown, step_ms
 from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
 
 
@@ -52,7 +52,7 @@ def _notes(chosen: dict[str, Any], settings: dict[str, Any], rows: Sequence[Trai
         f"step ms: median of {settings['steps']} steps on the slowest rank, after {settings['warmup_steps']} to warm "
         "up; one provider after another, their own compile caches; peaks without the first step"
     ]
-    notes += troubles(rows)
+    notes += problems_of(rows)
     for row in rows:
         if row.first_step_s is not None:
             notes.append(f"{row.provider}, first step after {row.first_step_s:.1f} s: {_parts(row)}")

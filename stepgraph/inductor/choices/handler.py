@@ -143,7 +143,7 @@ class CUDAScheduling(parts.CUDACombinedScheduling):
         self._triton_scheduling = TritonScheduling(scheduler)
 
 
-def tell_squares() -> None:
+def join_squares() -> None:
     """From now on Inductor joins sums along rows and along columns of a square too, where a tuning is active, as torch
     2.15 does on its own."""
     mixed = parts.MixOrderReduction
@@ -160,7 +160,7 @@ def tell_squares() -> None:
 @functools.cache
 def register() -> None:
     """From now on Inductor generates CUDA code with `CUDAScheduling` instead of its own class."""
-    tell_squares()
+    join_squares()
     common = parts.common
     common.init_backend_registration()
     usual = common.device_codegens["cuda"]

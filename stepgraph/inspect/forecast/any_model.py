@@ -22,7 +22,7 @@ from stepgraph.capture.inputs import fake
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.state import Slot, model_slots, swapped
-from stepgraph.capture.trace import LossFn
+from stepgraph.capture.step_trace import LossFn
 from stepgraph.costs import links
 from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.hardware import GPUS, Gpu

@@ -67,7 +67,7 @@ def _figure(schedule: str, title: str, below: str, times: Mapping[str, PipelineT
     panels = figure.subplots(len(times), squeeze=False)[:, 0]
     chunks: dict[str, set[int]] = {}
     for axes, (what, time) in zip(panels, times.items(), strict=True):
-        _dress(axes, schedule, time, what)
+        _style(axes, schedule, time, what)
         narrowest = min(span.end - span.start for span in time.spans) / time.seconds * width
         chunks |= _boxes(axes, time, border=0.8 if narrowest > 0.05 else 0.0)  # a border would hide narrower boxes
     _entitle(panels[0], title, below)
@@ -123,7 +123,7 @@ def _numbers(axes: Axes, time: PipelineTime, points_per_second: float, *, high: 
             )
 
 
-def _dress(axes: Axes, schedule: str, time: PipelineTime, what: str) -> None:
+def _style(axes: Axes, schedule: str, time: PipelineTime, what: str) -> None:
     """The names of rows, and a time axis with its unit."""
     ranks = time.ranks
     where = [rank_of(SCHEDULES[schedule], ranks, stage) for stage in range(ranks * SCHEDULES[schedule].chunks)]

@@ -10,7 +10,7 @@ from torch import fx, nn
 from stepgraph import compat
 from stepgraph.capture.forward import trace_forward
 from stepgraph.capture.gradients import Share
-from stepgraph.capture.trace import LossFn
+from stepgraph.capture.step_trace import LossFn
 from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph.collectives import spans_machines

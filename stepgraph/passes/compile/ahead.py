@@ -38,7 +38,7 @@ class _Worker(Child):
         self.said = tempfile.TemporaryFile()  # noqa: SIM115
         super().__init__("stepgraph.kernels.compile_worker", self.said)
 
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line that the process printed, once it has ended."""
         self.process.wait()
         self.said.seek(0)
@@ -107,7 +107,7 @@ class Ahead:
                 if number == self._number:  # else of a step that was given up
                     results.append((name, error))
         except (EOFError, ConnectionError):
-            last = self._worker.last_words()
+            last = self._worker.last_line()
         failed = [(name, error) for name, error in results if error is not None]
         for name, error in failed:
             self._missed(name, error)

@@ -186,7 +186,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
-        reason = reason or writes_without_a_word(node)
+        reason = reason or undeclared_write(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
         if reason:
@@ -288,7 +288,7 @@ def counts_past_the_end(node: fx.Node) -> str | None:
     return "Inductor counts what follows the last target of a row"
 
 
-def writes_without_a_word(node: fx.Node) -> str | None:
+def undeclared_write(node: fx.Node) -> str | None:
     """Why Inductor may move a read of running statistics before what writes them, or None: the operator's schema does
     not say that it does. It writes those of other norms out itself."""
     if node.target not in HIDDEN_WRITES or packet(node) in (aten.native_batch_norm, aten.cudnn_batch_norm):

@@ -50,7 +50,7 @@ def report(error: str) -> None:
         get_error_handler().record_exception(failure)
 
 
-def let_the_agent_look(told: Callable[[], bool]) -> None:
+def wait_for_the_agent(told: Callable[[], bool]) -> None:
     """Wait, at most 5 s, until the agent has ``told`` this rank to stop, having seen which rank failed first.
 
     The agent names the first rank that it finds ended as the cause, which must not be one that only lost another.

@@ -3,7 +3,7 @@
 On disk, ``RUN/checkpoints/step-00000100/`` holds
 
     .metadata, __0_0.distcp   model and optimizer tensors by torch.distributed.checkpoint (DCP), one file per rank
-    state.json                optimizer layout and options, schedule, trainer
+    state.json                optimizer layout and options, trainer
     rank-00000.json           random number streams and data position, one file per rank
     manifest.json             format, step, versions, the model's tensors, each file's size and SHA-256
 
@@ -68,8 +68,8 @@ class Checkpointer:
     :meth:`save` and :meth:`load` with its own state (DTensors go as shards) on one shared file system.
 
     ``state`` is a dict with ``"model"`` (a module) and any of ``"optimizer"`` (or a list), ``"loader"`` (an object with
-    ``state_dict`` and ``load_state_dict``), ``"schedule"`` and ``"trainer"`` (plain dicts of numbers, strings, lists,
-    tuples, dicts with string keys, small tensors). The RNG states of torch, CUDA, numpy and Python are always included.
+    ``state_dict`` and ``load_state_dict``) and ``"trainer"`` (a plain dict of numbers, strings, lists, tuples, dicts
+    with string keys, small tensors). The RNG states of torch, CUDA, numpy and Python are always included.
     ``mesh``: the run's mesh as text. Tensors are saved in their true shapes and load on any mesh; each rank's RNG state
     and data position load on the same mesh only.
     """
@@ -266,7 +266,7 @@ def _collect(state: dict) -> tuple[dict[str, torch.Tensor], dict[str, list], dic
     live, trim = model_tensors(state["model"]), Trim(state["model"])
     model = {name: trim(name, tensor) for name, tensor in live.items()}
     tensors = {f"model.{name}": tensor for name, tensor in model.items() if not tensor.is_meta}
-    shared = {part: encode(state[part], part) for part in ("schedule", "trainer") if part in state}
+    shared = {"trainer": encode(state["trainer"], "trainer")} if "trainer" in state else {}
     if "optimizer" in state:
         shared["optimizer"], optimizer_tensors = describe_optimizers(state["optimizer"], _names(live), trim)
         tensors |= optimizer_tensors
@@ -309,7 +309,7 @@ def _plan(
         except ValueError as error:
             raise ValueError(f"checkpoint {path} does not fit: {error}") from error
         targets |= slots
-    values = {part: decode(shared[part]) for part in ("schedule", "trainer") if part in state}
+    trainer = decode(shared["trainer"]) if "trainer" in state else None
     streams = decode(own["rng"]) if rng else None
     if "loader" in state:  # changed first: a loader over other data raises here
         state["loader"].load_state_dict(decode(own["loader"]))
@@ -317,9 +317,9 @@ def _plan(
     def finish() -> None:
         if restore_optimizer:
             restore_optimizer()
-        for part, value in values.items():
-            state[part].clear()
-            state[part].update(value)
+        if trainer is not None:
+            state["trainer"].clear()
+            state["trainer"].update(trainer)
         if streams is not None:
             set_rng_state(streams)
 

@@ -38,7 +38,7 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None) ->
     if unigram_entropy is not None:
         axes.axhline(unigram_entropy, color=_UNIGRAM, linestyle=(0, (5, 3)), linewidth=1.4)
         _label(axes, f"unigram entropy {unigram_entropy:.3f}", axes.get_xlim()[1], unigram_entropy, "right", _UNIGRAM)
-    _dress(axes)
+    _style(axes)
     figure.savefig(png)
 
 
@@ -63,7 +63,7 @@ def _label(axes: Axes, text: str, x: float, y: float, align: str, color: str) ->
     )
 
 
-def _dress(axes: Axes) -> None:
+def _style(axes: Axes) -> None:
     """Labels with units, quiet frame and grid."""
     axes.set_title("Loss", loc="left", color=_INK, fontsize=13, weight="bold", pad=10)
     axes.set_xlabel("step (optimizer updates)", color=_INK)

@@ -94,8 +94,7 @@ def build(seed: int, optimizer: str = "adamw", hidden: int = 8, dtype: torch.dty
         "model": model,
         "optimizer": OPTIMIZERS[optimizer](list(model.parameters())),
         "loader": Loader(),
-        "schedule": {"warmup": 3},
-        "trainer": {"tokens": 2**60, "best": 0.1 + 0.2},
+        "trainer": {"tokens": 2**60, "best": 0.1 + 0.2, "warmup": {"steps": 3}},
     }
 
 
@@ -120,7 +119,6 @@ def contents(state: dict) -> dict:
             "model": dict(state["model"].state_dict()),
             "optimizer": state["optimizer"].state_dict(),
             "loader": state["loader"].position,
-            "schedule": state["schedule"],
             "trainer": state["trainer"],
         }
     )

@@ -137,7 +137,7 @@ def small(step: int) -> dict:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    return {"model": model, "optimizer": optimizer, "loader": Loader(), "schedule": {}, "trainer": {"step": step}}
+    return {"model": model, "optimizer": optimizer, "loader": Loader(), "trainer": {"step": step}}
 
 
 def check(path: Path) -> int:
