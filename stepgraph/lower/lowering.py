@@ -31,6 +31,7 @@ from stepgraph.passes.memory.prefetch import before_update, with_prefetch
 from stepgraph.passes.optimizer.offload import movable
 
 
+@compat.collector_off()  # once for both parts: it would walk the trace again after each
 def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = None) -> Traced:
     """Trace the step of ``spec`` once and rewrite it for ``target``: a program, with what binds it to live tensors.
 
