@@ -27,12 +27,7 @@ from stepgraph.capture.python.torch_random import checked_generators
 from stepgraph.capture.python.values import fake_inside
 from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import RunAgain
-from stepgraph.capture.state import (
-    OutsideError,
-    Slot,
-    TrainsError,
-    Wrapping,
-)
+from stepgraph.capture.state import OutsideError, Slot, TrainsError, Wrapping
 from stepgraph.capture.step_trace import LossFn, StepTrace
 from stepgraph.errors import CaptureError, TraceError
 from stepgraph.graph.program import StepProgram
@@ -185,7 +180,7 @@ def _traced(attempt: Callable[..., StepTrace]) -> Traced:
             break
         checks.warn_of_kept(trace.kept)
         changes = bool(moving or trace.changes or trace.kept)
-    except CaptureError:
+    except BaseException:  # those of the user's own code come as they are
         for buffer in made_to_train:
             buffer.requires_grad_(False)
         first.drop_state()

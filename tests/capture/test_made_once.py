@@ -222,3 +222,20 @@ def test_a_buffer_that_is_asked_for_its_gradient_and_one_that_is_made_to_require
     runs[1].average.grad = torch.ones(8)
     with pytest.raises(stepgraph.CaptureError, match=r"uses \.grad of a parameter"):
         step(x)
+
+
+@pytest.mark.parametrize("error", [AssertionError, KeyError, KeyboardInterrupt])
+def test_an_error_of_the_users_own_in_a_later_trace_leaves_model_and_optimizer_as_they_were(error: type):
+    model, calls = Quantizer(), []
+    optimizer = adamw(model)
+
+    def failing(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        loss = model(x)
+        if len(calls) > 1:
+            raise error("after the trace in which zero was found to require a gradient")
+        return loss
+
+    with pytest.raises(error):
+        stepgraph.capture(model, failing, torch.randn(2, 6, 8), optimizer, passes="exact")
+    assert not model.zero.requires_grad and not optimizer.state

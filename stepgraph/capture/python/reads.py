@@ -176,8 +176,9 @@ class Reads:
         environment.__iter__ = lambda environ: self._see_variable(names, environ, None)
         environment.__len__ = lambda environ: self._see_variable(size, environ, None)
         torch.Tensor.tolist = self._list  # it reads memory: no operator is called
-        entropy = contextlib.ExitStack()
-        entropy.enter_context(ENTROPY.counted(is_of_program))
+        inside = contextlib.ExitStack()
+        inside.enter_context(ENTROPY.counted(is_of_program))
+        inside.enter_context(compat.replaced(values.NotedModule, seen=self._see_of_module))
         try:
             for cls in (nn.Module, *self._classes):
                 self._note_class(cls)
@@ -203,7 +204,7 @@ class Reads:
             yield
         finally:
             self._is_noted = False
-            entropy.close()
+            inside.close()
             environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
             del torch.Tensor.tolist
             for module in self._modules.values():
@@ -301,7 +302,7 @@ class Reads:
     def _note_module(self, module: ModuleType) -> None:
         """Let a Python module of the user's note reads of what it holds."""
         if type(module) is ModuleType and of_program(module.__name__):
-            values.NotedModule.seen, module.__class__ = self._see_of_module, values.NotedModule
+            module.__class__ = values.NotedModule
 
     def _see(self, owner: Any, name: str, value: Any, of_modules: bool) -> None:
         name = "__dict__" if name == "__getstate__" else name  # copies and pickle read it below attributes

@@ -89,7 +89,7 @@ def of_library(module: str | None) -> bool:
 class NotedModule(types.ModuleType):
     """The class of a user's module while its reads are noted: ``seen`` is called with it, a name and the value."""
 
-    seen: Callable[[types.ModuleType, str, Any], None]
+    seen: Callable[[types.ModuleType, str, Any], None] = staticmethod(lambda *_: None)
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)

@@ -1,8 +1,10 @@
 """What code of the user's own Python modules reads is watched, also where it is called as ``module.function()``."""
 
+import gc
 import importlib
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -146,3 +148,15 @@ def test_what_an_optimizer_reads_by_a_name_that_is_made(own):
     own.inner.SCALE = 2.0
     with pytest.warns(UserWarning, match=r"SCALE changed from 1\.0 to 2\.0"):
         assert step.verify(x).bitwise
+
+
+def test_a_model_that_nothing_holds_is_freed(own):
+    def captured():
+        model, x = nn.Linear(4, 4), torch.randn(3, 4)
+        stepgraph.capture(model, lambda model, x: model(x).mean() * own.inner.of_object(), x, passes="exact")(x)
+        return weakref.ref(model)
+
+    model = captured()
+    for _ in range(3):  # cycles that lead through tensors take several
+        gc.collect()
+    assert model() is None
