@@ -139,7 +139,8 @@ def _sum_over_rows(node: fx.Node) -> list[fx.Node]:
         if user.target in (aten.view.default, aten._unsafe_view.default) and value_of(user).shape[-1] == width:
             found += _sum_over_rows(user)
         elif user.target is aten.sum.dim_IntList and value_of(user).numel() == width and not user.kwargs:
-            found.append(user)
+            last = value_of(node).ndim - 1
+            found += [user] if all(d not in (last, -1) for d in user.args[1]) else []
     return found
 
 

@@ -23,6 +23,8 @@ class Block(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width, elementwise_affine=affine) for _ in range(2))
         self.products = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
         self.condition = nn.Linear(width, 6 * width)
+        if form == "by token":
+            self.by_token = nn.Parameter(torch.zeros(width, 1))  # as many as channels
 
     def forward(self, x, c):
         given = self.condition(F.silu(c))
@@ -37,7 +39,9 @@ class Block(nn.Module):
             if self.form == "read":
                 x = x + 0.1 * n
             y = n * scale + shift if self.form == "no offset" else n * (1 + scale) + shift
-            if self.form == "no gate":
+            if self.form == "by token":
+                x = x + gate * (F.linear(y, product.weight) + self.by_token)
+            elif self.form == "no gate":
                 x = x + product(y)
             elif self.form == "frozen":
                 x = x + gate.detach() * product(n * (1 + scale.detach()) + shift)
@@ -62,7 +66,8 @@ class Model(nn.Module):
 
 def run(passes, form="", dtype=torch.float32):
     torch.manual_seed(0)
-    model, batch = Model(form).to(dtype), (torch.randn(3, 10, 24).to(dtype), torch.randn(3, 24).to(dtype))
+    tokens = 24 if form == "by token" else 10
+    model, batch = Model(form).to(dtype), (torch.randn(3, tokens, 24).to(dtype), torch.randn(3, 24).to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = stepgraph.capture(model, lambda m, x: m(x), batch, optimizer, passes=passes)
     losses = torch.stack([step(batch) for _ in range(3)])
@@ -97,6 +102,14 @@ def test_norms_are_found_with_their_gates(form, gated):
         n for n in sums if n.meta["val"].numel() == 24
     ]  # of products: of the gated ones but the last, by the kernel
     assert len(biases) == 1 + 6 - gated
+    torch.testing.assert_close(found, losses)
+    torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_over_channels_are_no_gradient_of_a_bias():
+    losses, weights, _ = run("exact", "by token")
+    found, others, step = run(own(), "by token")
+    assert called(step, ours.gated_norm_backward.default) == 5
     torch.testing.assert_close(found, losses)
     torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-5)
 
