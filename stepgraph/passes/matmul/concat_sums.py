@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder
 from stepgraph.graph.edit import replace as replace_node
 from stepgraph.kernels.concat_sums import WIDTH
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.matmul.epilogues import feeds_products, sums_of_rows
+from stepgraph.passes.matmul.epilogues import feeds_products, replace_sums, sums_of_rows
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
@@ -48,15 +48,12 @@ def concat_sums(step: StepGraph, options: ConcatOptions, report: PassReport) -> 
         values = [part.meta["val"] for part in parts]
         able = y.dtype in (torch.bfloat16, torch.float16) and y.numel() >= options.least and y.is_contiguous()
         if not able or any(v.shape[-1] % options.width or not v.is_contiguous() for v in values):
-            report.notes.append(f"{node.name} stays as it is: its parts are small, of odd widths or not contiguous")
+            report.notes.append(f"{node.name} stays as it is: small, not in 16 bits, of odd widths or not contiguous")
             continue
         build = Builder(node, *sums, before=node)
         both = build(ours.concat_sums.default, *parts, *[None] * (3 - len(parts)))
         new, total = (build(operator.getitem, both, i) for i in range(2))
-        for one in sums:
-            read, own = one.args[0], Builder(one, before=one)
-            replace_node(one, own.cast(own.view(total, one.meta["val"].shape), one.meta["val"].dtype))
-            erase_unread(read)
         replace_node(node, new)
+        replace_sums(sums, total)
         report.changed += 1
     report.summary = f"{report.changed} of {report.matched} concatenated gradients with their sums"

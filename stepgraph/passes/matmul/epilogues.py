@@ -15,7 +15,7 @@ Source: the package.
 """
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -159,6 +159,14 @@ def sums_of_rows(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
             yield user
 
 
+def replace_sums(sums: Iterable[fx.Node], total: fx.Node) -> None:
+    """``total`` takes the place of ``sums``, as `sums_of_rows` gives them."""
+    for one in sums:
+        build, read = Builder(one, before=one), one.args[0]
+        replace_node(one, build.cast(build.view(total, one.meta["val"].shape), one.meta["val"].dtype))
+        erase_unread(read)
+
+
 def _takes(pair: _Pair) -> bool:
     """Whether the package supports the pair: bf16, with K and N multiples of 8 (16 bytes)."""
     inputs = [node.meta["val"] for node in (*pair.matrices, pair.gelu)]
@@ -209,10 +217,6 @@ def _rewrite_backward(pair: _Pair) -> None:
     z = build.view(z, product.meta["val"].shape)
     both = build(ours.gelu_product_backward.default, *pair.matrices, z, argument(node, "approximate"))
     dz, db = (build(operator.getitem, both, i) for i in range(2))
-    for one in pair.sums:
-        sum_ = Builder(one, before=one)
-        views = list(one.all_input_nodes)
-        replace_node(one, sum_.cast(sum_.view(db, one.meta["val"].shape), one.meta["val"].dtype))
-        erase_unread(*(n for n in views if n is not node))
     replace_node(node, build.view(dz, node.meta["val"].shape))
+    replace_sums(pair.sums, db)
     erase_unread(gradient)

@@ -21,7 +21,7 @@ from stepgraph.graph.edit import replace as replace_node
 from stepgraph.graph.facts import argument, only_user
 from stepgraph.kernels import gelu_rows  # noqa: F401  (defines operators of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.matmul.epilogues import behind_views, feeds_products, sums_of_rows
+from stepgraph.passes.matmul.epilogues import behind_views, feeds_products, replace_sums, sums_of_rows
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
@@ -53,6 +53,8 @@ def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> N
             else:
                 continue
             report.changed += 1
+    if left := report.matched - report.changed:
+        report.notes.append(f"{left} stay as they are: small, not in 16 bits, not contiguous, or with other neighbours")
     report.summary = f"{report.changed} of {report.matched} GELUs and gradients, and {sums} sums of rows with them"
 
 
@@ -74,9 +76,7 @@ def _rewrite_backward(node: fx.Node, sums: list[fx.Node]) -> None:
     build = Builder(node, *sums, before=node)
     da, z = node.args[:2]
     both = build(ours.gelu_rows_backward.default, da, z, argument(node, "approximate"), bool(sums))
-    dz, db = build(operator.getitem, both, 0), build(operator.getitem, both, 1) if sums else None
-    for one in sums:
-        read, sum_ = one.args[0], Builder(one, before=one)
-        replace_node(one, sum_.cast(sum_.view(db, one.meta["val"].shape), one.meta["val"].dtype))
-        erase_unread(read)
+    dz, db = (build(operator.getitem, both, i) for i in range(2))
     replace_node(node, dz)
+    replace_sums(sums, db)
+    erase_unread(db)
