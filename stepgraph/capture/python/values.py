@@ -129,7 +129,7 @@ _REFERENCES = (weakref.ref, contextvars.ContextVar)
 _CACHED = type(functools.lru_cache(len))
 _DESCRIPTORS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 #: Python's own classes whose objects hold nothing that a step computes with.
-_SILENT = ("logging", "_thread", "re", "abc", "typing", "contextvars", "warnings")
+_SILENT = ("logging", "_thread", "re", "typing", "contextvars", "warnings")
 #: Rooms of this package whose objects serve the step itself.
 _OURS = ("capture", "run", "passes", "graph", "step", "compat", "verify", "inductor", "lower", "parallel", "kernels")
 _HEAP = 1 << 9

@@ -1,5 +1,6 @@
 """Changes that no value shows, of what forward and the loss read: each is followed or refused."""
 
+import abc
 import collections
 import contextvars
 import copy
@@ -353,6 +354,17 @@ def test_what_a_function_of_autograd_reads_is_watched(change):
 
 def scaled_loss(model, x):
     return Scaled.apply(model(x)).square().mean()
+
+
+@pytest.mark.parametrize("make", [type, types.new_class])
+def test_an_object_of_an_abstract_class_made_by_a_call(make):
+    """Such a class says that it is of Python's module ``abc`` or ``types``."""
+    given = make("Made", (abc.ABC,), {})()
+
+    def loss_fn(model, x):
+        return model(x).square().mean() * given.factor
+
+    check_follows(nn.Linear(4, 4), loss_fn, [lambda v=v: setattr(given, "factor", v) for v in (1.0, 3.0)])
 
 
 def test_a_module_that_replaced_another_is_watched_too():
