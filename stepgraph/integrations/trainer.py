@@ -11,6 +11,7 @@ import inspect
 import logging
 import os
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -66,8 +67,9 @@ class _TrainingStep:
         return self._captured_step(*args, **kwargs)
 
 
-class _StepOfTrainer(type):
-    """Puts `_TrainingStep` right before ``Trainer`` in the order of bases, behind the trainers in between."""
+class _StepOfTrainer(ABCMeta):
+    """Puts `_TrainingStep` right before ``Trainer`` in the order of bases, after the trainers in between, of which one
+    may be abstract."""
 
     def mro(cls) -> list[type]:
         order = [base for base in super().mro() if base is not _TrainingStep]

@@ -1,5 +1,7 @@
 """`GraphTrainer` with losses, callbacks, steps and optimizers of one's own."""
 
+from abc import ABC
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from stepgraph.integrations import GraphTrainer  # noqa: E402
 from tests.integrations.trainers import both, check_same, encoded, qwen, sequences, trained  # noqa: E402
 
 
-class Scaled:
+class Scaled(ABC):
     """A loss times what its batch, nested, has as a scalar."""
 
     loss_is_scaled_for_ga = False
