@@ -35,9 +35,8 @@ class Case:
     @property
     def state(self) -> State:
         """What the step reads and writes."""
-        return State(
-            self.bound.traced.whole or self.spec.model, self.optimizers, self.leaves, self.bound.traced.generators
-        )
+        traced = self.bound.traced
+        return State(traced.whole or self.spec.model, self.optimizers, self.leaves, traced.generators)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:

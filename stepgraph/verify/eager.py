@@ -35,18 +35,15 @@ def eager_step(
     Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
     ``param.grad`` of before; the others leave it as it was.
     """
-    params = [p for p in (whole or model).parameters() if p.requires_grad]
+    whole = whole or model
+    params = [p for p in whole.parameters() if p.requires_grad]
     own = {id(p) for p in model.parameters()}
     before = [p.grad for p in params]
     for param in params:
         param.grad = None
     n, total, metrics = len(microbatches), None, {}
     reported: dict[str, list[torch.Tensor]] = {}
-    kept = (
-        [(t, t.detach().clone()) for t in (*(whole or model).parameters(), *(whole or model).buffers())]
-        if skip_nonfinite
-        else []
-    )
+    kept = [(t, t.detach().clone()) for t in (*whole.parameters(), *whole.buffers())] if skip_nonfinite else []
     with torch.enable_grad():
         for microbatch in microbatches:
             with collected() as found:

@@ -12,7 +12,7 @@ def test_every_installed_provider_is_right_and_timed_both_ways(op, tmp_path):
     path = tmp_path / "norm.json"
     words = f"norm --op {op} --shapes 4096x1024,16384x4096 --providers ours,eager,compile --json {path}"
     assert bench.main(words.split()) == 0
-    _, settings, rows = results.read(path)
+    rows = results.read(path)[2]
     assert [row.error or row.wrong for row in rows] == [None] * 24
     times = {(row.op, row.m, row.provider, row.timing): row.ms for row in rows}
     for (name, m, provider, timing), ms in times.items():
@@ -20,4 +20,3 @@ def test_every_installed_provider_is_right_and_timed_both_ways(op, tmp_path):
         if timing == "graph":  # without the launches
             assert ms < 1.1 * times[name, m, provider, "do_bench"]
     assert all(row.pct_copy < 110 for row in rows if row.timing == "graph")
-    assert set(settings["host_us"]) == {f"{op} fwd", f"{op} bwd"}

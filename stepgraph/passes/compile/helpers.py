@@ -51,8 +51,7 @@ class _Helper(Child):
 
     def __init__(self) -> None:
         # Its kernels are compiled by itself: Inductor's pool would take as long to start as it has to do.
-        single = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, **single)
+        super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, TORCHINDUCTOR_COMPILE_THREADS="1")
         self._ready = False
 
     def ready(self) -> bool:
