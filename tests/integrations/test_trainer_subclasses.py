@@ -1,6 +1,6 @@
 """`GraphTrainer` with losses, callbacks, steps and optimizers of one's own."""
 
-from abc import ABC
+from abc import ABC, abstractmethod
 
 import pytest
 import torch
@@ -16,13 +16,22 @@ from stepgraph.integrations import GraphTrainer  # noqa: E402
 from tests.integrations.trainers import both, check_same, encoded, qwen, sequences, trained  # noqa: E402
 
 
-class Scaled(ABC):
+class Weighs(ABC):
+    @abstractmethod
+    def weight(self, inputs):
+        """What the loss is multiplied with."""
+
+
+class Scaled(Weighs):
     """A loss times what its batch, nested, has as a scalar."""
 
     loss_is_scaled_for_ga = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return model(**inputs["of"]).loss * inputs["scale"]
+        return model(**inputs["of"]).loss * self.weight(inputs)
+
+    def weight(self, inputs):
+        return inputs["scale"]
 
 
 def nested(scale):
