@@ -88,6 +88,7 @@ def start_helpers() -> None:
     """Start as many as Inductor may use cores for, of this rank's share. They begin by importing."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
     cores = min(compat.compile_threads(), (os.cpu_count() or 1) // ranks)
+    _started[:] = [helper for helper in _started if helper.process.poll() is None]  # the rest ended unasked
     _started.extend(_Helper() for _ in range(min(_MOST, cores // _CORES_OF_EACH) - len(_started)))
 
 

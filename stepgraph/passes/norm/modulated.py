@@ -109,10 +109,9 @@ def _modulated(root: fx.Node) -> _Modulated | str | None:
         return "its scale and shift have no gradient over tokens"
     total, dh = _with_stream(dx)
     made = _Modulated(dy, x, mean, rstd, scale, offset, dh, [total, dscale, dshift])
-    for gated, gate, branch, dgate in _gates(total):
-        made.gate, made.branch = gate, branch
+    if gates := next(_gates(total), None):
+        gated, made.gate, made.branch, dgate = gates
         made.results += [gated, dgate, *_sum_over_rows(gated)[:1]]
-        break
     return made
 
 

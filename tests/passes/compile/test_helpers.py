@@ -39,6 +39,9 @@ class Answering:
     def kill(self):
         self.killed = True
 
+    def poll(self):
+        return 0 if self.killed else None
+
     def end(self):
         self.ended += 1
 
@@ -200,6 +203,10 @@ def test_ranks_of_a_machine_share_its_cores_before_they_meet_too(ranks, there, m
     helpers.start_helpers()
     helpers.start_helpers()  # by the next capture
     assert len(helpers._started) == count
+    for one in helpers._started:
+        one.kill()
+    helpers.start_helpers()
+    assert len(helpers._started) == count and not any(one.killed for one in helpers._started)
 
 
 def _reduced(name):
