@@ -50,10 +50,8 @@ _CHECKED |= {torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquant
 
 
 def _message(frame: FrameType) -> str:
-    held = frame.f_locals
-    return (
-        f"{held.get('param', 'a value')} of {type(held.get('self')).__name__} is outside what torch.distributions allow"
-    )
+    param, of = map(frame.f_locals.get, ("param", "self"))
+    return f"{param or 'a value'} of {type(of).__name__} is outside what torch.distributions allow"
 
 
 def _check_classes(x: Tensor, num_classes: int = -1) -> None:

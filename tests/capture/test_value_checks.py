@@ -75,10 +75,11 @@ def test_places_of_a_choice_cost_no_check():
     assert "_assert_async" not in step.graph.text()
 
 
-def test_default_passes_keep_the_check():
+def test_default_passes_keep_the_check_and_compile_one_piece():
     step = stepgraph.capture(
         nn.Linear(4, 4), lambda m, b: (m(b[0]) * F.one_hot(b[1], 4)).mean(), [torch.randn(4, 4), PLACES]
     )
+    assert "in 1 compiled piece" in next(report.summary for report in step.graph.log if report.name == "inductor")
     step([torch.randn(4, 4), PLACES])
     with pytest.raises(RuntimeError, match="Class values must be smaller"):
         step([torch.randn(4, 4), PLACES + 1])

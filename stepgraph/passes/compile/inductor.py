@@ -14,7 +14,7 @@ disk, under a key of the graph and all options, so that a later run loads it.
 import contextlib
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -195,11 +195,25 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         # Forward is a piece of its own, so that what backward reads is written once and not rebuilt by each reader.
         return "forward" if rematerialized and phase_of(node) == "forward" else "step"
 
+    _assert_between_pieces(step, kind)
     pieces = consecutive(step, kind, cut=options.cut_blocks)
     report.notes = [f"left to eager: {describe(node)}: {reason}" for node, reason in left.items()]
     report.matched = sum(1 for _ in step.nodes())
     report.changed = sum(len(piece.nodes) for piece in pieces)
     _compile(step, pieces, config, options, report)
+
+
+def _assert_between_pieces(step: StepGraph, kind_of: Callable[[fx.Node], str | None]) -> None:
+    """Move assertions whose condition nothing else reads to where their piece ends anyway, which they would cut."""
+    waiting, before = list[fx.Node](), None
+    for node in [*step.nodes(), step.graph.output_node()]:
+        if packet(node) is aten._assert_async and len(node.args[0].users) == 1:
+            waiting.append(node)
+        elif node.target is not operator.getitem:
+            kind = None if node.op == "output" else kind_of(node)
+            while waiting and (kind is None or kind != before):
+                node.prepend(waiting.pop(0))
+            before = kind
 
 
 def _compile(
