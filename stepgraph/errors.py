@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
@@ -40,10 +41,9 @@ _WITHIN = tuple(str(Path(__file__).parent / room) for room in ("step.py", "run",
 
 def warn_caller(message: str) -> None:
     """Warn with the line that called the captured step, or made it."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*_WITHIN, contextlib.__file__)):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    outermost = max((i for i, file in enumerate(files) if file.startswith(_WITHIN)), default=-1)
+    warnings.warn(message, stacklevel=outermost + 3)
 
 
 class CaptureError(ValueError):

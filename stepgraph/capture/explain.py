@@ -93,12 +93,9 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
         return asks, "make the launch an operator by torch.library.custom_op"
     named = "expert" in f"{path}.{type(module).__name__}".lower()
     if named or _is_routed(recorder.latest):
-        asks = f"{operator} asks which experts have tokens, to call them one by one"
-        asks = (
-            asks
-            if named
-            else f"{operator} needs a tensor's value: what a topk or argmax chose, as a loop over experts does"
-        )
+        which = "asks which experts have tokens, to call them one by one"
+        chosen = "needs a tensor's value: what a topk or argmax chose, as a loop over experts does"
+        asks = f"{operator} {which if named else chosen}"
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
             return asks, 'set model.set_experts_implementation("grouped_mm")'
         return asks, (

@@ -265,7 +265,9 @@ class KnownValues(compat.DispatchMode):
         with compat.without_modes(), torch.no_grad():
             parts = [self._reads.values([kept], leaves, k, microbatches)[0] for k in range(microbatches)]
             answers = {bool(part.all()) for part in parts}
-        if len(answers) > 1 and compat.node_of_trace(mask) not in self._batch:  # of its own masks the step warns itself
+        history = self._history(compat.node_of_trace(mask))
+        own = all(node in self._batch or packet(node) == "_to_copy" for node in history)
+        if len(answers) > 1 and not own:  # of the batch's own masks the step warns itself
             warn_caller(
                 f"a mask of shape {list(mask.shape)} hides nothing in one microbatch, where eager drops it, and "
                 "something in another: it is kept in all, which may change the last bits"
@@ -370,7 +372,7 @@ def _bound(dtype: torch.dtype, which: str) -> float:
 
 
 def _literal(node: fx.Node) -> Tensor | None:
-    return compat.constant_of_trace(node.target) if node.op == "get_attr" else None
+    return getattr(compat.constants_of_trace(), node.target) if node.op == "get_attr" else None
 
 
 def _storages(node: fx.Node) -> set[int]:
@@ -407,19 +409,19 @@ def _outside(tensor: Tensor) -> list[Tensor]:
     node = compat.node_of_trace(tensor)
     if node is None:
         return [tensor]
-    pending, found = [node], []
+    pending, met = [node], dict[fx.Node, None]()
     while pending:
-        node = pending.pop()
-        found += [compat.constant_of_trace(node.target)] if node.op == "get_attr" else []
-        pending += node.all_input_nodes
-    return found
+        if (node := pending.pop()) not in met:
+            met[node] = None
+            pending += node.all_input_nodes
+    return [held for held in map(_literal, met) if held is not None]
 
 
 def _computable(node: fx.Node) -> bool:
     """Whether the node gives the same values in every step if its inputs do."""
     if node.op == "get_attr":  # a literal; other constants existed before the trace and may change between steps
         literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
-        return literal and compat.constant_of_trace(node.target).untyped_storage().resizable()  # not NumPy's memory
+        return literal and _literal(node).untyped_storage().resizable()  # not NumPy's memory
     if node.target is operator.getitem:
         return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):

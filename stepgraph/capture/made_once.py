@@ -95,7 +95,7 @@ def _history(
         of_state = _is_real(state.get(node)) and not aliases.writes.get(aliases.root(node))
         if node.op == "placeholder" and not of_state:
             return None
-        if node.op == "get_attr" and not _is_real(compat.constant_of_trace(node.target)):
+        if node.op == "get_attr" and not _is_real(getattr(compat.constants_of_trace(), node.target)):
             return None
         if node.op == "call_function" and (not isinstance(node.target, torch._ops.OpOverload) or is_random(node)):
             return None

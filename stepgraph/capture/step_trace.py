@@ -274,8 +274,7 @@ class StepTrace:
         }
         buffers = {node: slot.tensor for node, slot in self.settings.items()}
         self.batch_reads = BatchReads(places, buffers, self.open_sizes is not None)
-        known = {node: self.leaves[i] for node, i in places.items()}
-        known |= {node: slot.tensor for node, slot in self.settings.items()}
+        known = {node: self.leaves[i] for node, i in places.items()} | buffers
         with compat.without_modes():  # a copy from a GPU would be fake
             on_host = {node: value.cpu() for node, value in known.items()}
         found = KnownValues(on_host, self.batch_reads, self.exact)
@@ -338,13 +337,13 @@ class StepTrace:
             for node, slot in self.settings.items():
                 moves = slot.name in replaced or self._known.is_written(node)
                 checks.refuse_moving(slot, moves and self.batch_reads.reads(node))
+            known = {*kept_before, *(id(new) for _, _, new in held)}
             if self.open_sizes is None:
                 still = [(s, t) for s, t in zip(self.slots, tensors, strict=True) if not s.tensor.requires_grad]
                 state = {compat.node_of_trace(t): s.tensor for s, t in still if s.name not in replaced}
-                known = {*kept_before, *(id(new) for _, _, new in held)}
                 self.made = made_once(self.reached.modules(), state, known)
             self._known.settle(self.reached)
-            self.kept = checks.kept_of_step(self.reached, {*kept_before, *(id(new) for _, _, new in held)})
+            self.kept = checks.kept_of_step(self.reached, known)
             self.reads.read += self._known.outside
             self.changes = self.reads.changes()
             writes.refuse_kept(self.changes)
@@ -488,7 +487,6 @@ class StepTrace:
                 self.updated = self.update.record(groups, grads, flat, attribute, skip, *given)
                 writes.refuse_by_optimizer(self.reads.changes() if self.update.own else [])
             checks.refuse_buffers_as_numbers((t for host in self.update.hosts for t in host.outside), self.slots)
-        if self.update:
             with self.reads.noted():
                 metrics, changed = traced_end_of_step(self.recorder, self.model, self.slots, tensors, flat)
             results.extend(metrics.values())

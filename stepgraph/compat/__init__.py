@@ -114,7 +114,6 @@ from stepgraph.compat.tracing import (
     Again,
     attention_as_in_eager,
     collector_off,
-    constant_of_trace,
     constants_of_trace,
     current_sequence_nr,
     dispatch_flex_attention,

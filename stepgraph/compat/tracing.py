@@ -150,13 +150,8 @@ def node_of_trace(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def constant_of_trace(name: str) -> Any:
-    """The constant that a ``get_attr`` node of the running `trace` reads."""
-    return getattr(constants_of_trace(), name)
-
-
 def constants_of_trace() -> torch.nn.Module:
-    """What holds the constants of the running `trace`."""
+    """What holds the constants that ``get_attr`` nodes of the running `trace` read, by their targets."""
     return get_proxy_mode().tracer.root
 
 

@@ -101,8 +101,9 @@ def test_a_mask_that_hides_nothing_is_dropped_as_in_eager(dtype):
     without = stepgraph.capture(model, lambda m, b: m(**b).loss, {"input_ids": ids, "labels": ids}, passes="exact")
     assert all(step.verify(batch).bitwise for batch in batches)
     assert step(ones_batch := batches[0]) == without({k: ones_batch[k] for k in ("input_ids", "labels")})
-    with pytest.warns(UserWarning, match="'attention_mask'] hides nothing in one microbatch"):
+    with pytest.warns(UserWarning, match="'attention_mask'] hides nothing in one microbatch") as told:
         stepgraph.capture(model, lambda m, b: m(**b).loss, batches[1], accumulate=2, passes="exact")
+    assert {one.filename for one in told} == {__file__} and "a mask of shape" not in str([*map(str, told)])
 
 
 def test_a_mask_that_the_loss_makes_is_dropped_as_in_eager():

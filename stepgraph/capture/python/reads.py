@@ -228,11 +228,9 @@ class Reads:
         """The outermost module outside of the model that was met and holds ``of``, a tensor or a dictionary, and its
         path."""
         own = set(map(id, self.model.modules()))
-        found = [one for one in self._met.values() if isinstance(one, nn.Module) and id(one) not in own]
-        sizes = {
-            i: len(list(one.modules())) for i, one in enumerate(found) if any(map(partial(_holds, of), one.modules()))
-        }
-        outermost = found[max(sizes, key=sizes.__getitem__)] if sizes else None
+        met = (one for one in self._met.values() if isinstance(one, nn.Module) and id(one) not in own)
+        found = (one for one in met if any(map(partial(_holds, of), one.modules())))
+        outermost = max(found, key=lambda one: len(list(one.modules())), default=None)
         return None if outermost is None else (self._whole[id(vars(outermost))][0], outermost)
 
     def changes(self) -> list[Change]:

@@ -52,9 +52,8 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             if name == "get_state" and not counts(sys._getframe(2).f_code.co_filename):
                 return torch.default_generator.get_state
-            return refuse(
-                {"initial_seed": "reads the seed", "get_state": "reads the state"}.get(name, "sets the state"), None
-            )
+            verbs = {"initial_seed": "reads the seed", "get_state": "reads the state"}
+            return refuse(verbs.get(name, "sets the state"), None)
 
     of_gpus = {name: partial(refuse, "sets the state", getattr(torch.cuda, name)) for name in _SEEDING_GPUS}
     of_gpus |= {
