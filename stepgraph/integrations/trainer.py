@@ -68,8 +68,7 @@ class _TrainingStep:
 
 
 class _StepOfTrainer(ABCMeta):
-    """Puts `_TrainingStep` right before ``Trainer`` in the order of bases, after the trainers in between, of which one
-    may be abstract."""
+    """Puts `_TrainingStep` right before ``Trainer`` in the order of bases; trainers in between may be abstract."""
 
     def mro(cls) -> list[type]:
         order = [base for base in super().mro() if base is not _TrainingStep]

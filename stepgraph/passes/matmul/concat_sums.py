@@ -38,17 +38,16 @@ def concat_sums(step: StepGraph, options: ConcatOptions, report: PassReport) -> 
     """Concatenate gradients for a fused projection and add up its bias's gradient in one kernel."""
     for node in step.graph.find_nodes(op="call_function", target=aten.cat.default):
         y, parts = node.meta["val"], list(node.args[0])
+        values = [part.meta["val"] for part in parts]
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         if y.ndim < 2 or dim % y.ndim != y.ndim - 1 or len(parts) not in (2, 3):
             continue
-        sums = list(sums_of_rows(node, torch.Size((y.numel() // y.shape[-1], y.shape[-1]))))
+        sums = list(sums_of_rows(node, torch.Size((y.shape[:-1].numel(), y.shape[-1]))))
         if not sums or not feeds_products(node, besides=sums):
             continue
         report.matched += 1
-        values = [part.meta["val"] for part in parts]
-        able = y.dtype in (torch.bfloat16, torch.float16) and y.numel() >= options.least and y.is_contiguous()
-        if not able or any(v.shape[-1] % options.width or not v.is_contiguous() for v in values):
-            report.notes.append(f"{node.name} stays as it is: small, not in 16 bits, of odd widths or not contiguous")
+        able = y.dtype in (torch.bfloat16, torch.float16) and y.numel() >= options.least
+        if not able or any(v.shape[-1] % options.width or not v.is_contiguous() for v in (y, *values)):
             continue
         build = Builder(node, *sums, before=node)
         both = build(ours.concat_sums.default, *parts, *[None] * (3 - len(parts)))
@@ -56,4 +55,6 @@ def concat_sums(step: StepGraph, options: ConcatOptions, report: PassReport) -> 
         replace_node(node, new)
         replace_sums(sums, total)
         report.changed += 1
+    if left := report.matched - report.changed:
+        report.notes.append(f"{left} stay as they are: small, not in 16 bits, of odd widths or not contiguous")
     report.summary = f"{report.changed} of {report.matched} concatenated gradients with their sums"
