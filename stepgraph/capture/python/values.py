@@ -92,7 +92,7 @@ class NotedModule(types.ModuleType):
     seen: Callable[[types.ModuleType, str, Any], None] = staticmethod(lambda *_: None)
 
     def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
+        value = types.ModuleType.__getattribute__(self, name)  # super() fails if a trace on another thread ends here
         NotedModule.seen(self, name, value)
         return value
 

@@ -12,6 +12,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import CaptureError
+from stepgraph.capture.python.values import NotedModule
 
 SOURCE = """
 import random
@@ -148,6 +149,10 @@ def test_what_an_optimizer_reads_by_a_name_that_is_made(own):
     own.inner.SCALE = 2.0
     with pytest.warns(UserWarning, match=r"SCALE changed from 1\.0 to 2\.0"):
         assert step.verify(x).bitwise
+
+
+def test_a_thread_reads_a_module_as_the_trace_of_another_ends(own):
+    assert NotedModule.__getattribute__(own.inner, "SCALE") == 1.0
 
 
 def test_a_model_that_nothing_holds_is_freed(own):
