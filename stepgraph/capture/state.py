@@ -128,7 +128,7 @@ def check_class(tensor: torch.Tensor, holds: str) -> None:
     cls = type(tensor)
     if cls in (torch.Tensor, nn.Parameter) or compat.is_traceable_wrapper_subclass(tensor):
         return
-    own = [base for base in cls.__mro__ if of_program(base.__module__)]
+    own = [base for base in cls.__mro__ if of_program(base)]
     if own and (not issubclass(cls, nn.Parameter) or any(vars(base).keys() - _EMPTY for base in own)):
         raise CaptureError(
             f"{holds} a {cls.__qualname__}, whose methods and attributes a captured step does not have; make it a "

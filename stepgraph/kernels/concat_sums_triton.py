@@ -68,7 +68,6 @@ def launch(a: Tensor, b: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
     count = triton.cdiv(M, rows)
     partials = y.new_empty((count, N), dtype=torch.float32)
     _concat_kernel[(count * across,)](
-        *parts, y, partials, M, rows, *widths, ROWS=ROWS, WIDTH=WIDTH, STAGES=STAGES,
-        num_warps=WARPS,
+        *parts, y, partials, M, rows, *widths, ROWS=ROWS, WIDTH=WIDTH, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return y, add_rows(partials, y.dtype)

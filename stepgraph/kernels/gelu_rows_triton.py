@@ -110,8 +110,7 @@ def launch(z: Tensor, approximate: str) -> Tensor:
     z = z.contiguous()
     a = torch.empty_like(z)
     if z.numel():
-        grid = (triton.cdiv(z.numel(), BLOCK),)
-        _gelu_kernel[grid](
+        _gelu_kernel[(triton.cdiv(z.numel(), BLOCK),)](
             z, a, z.numel(), TANH=approximate == "tanh", FAST=not plans.INTERPRETED, BLOCK=BLOCK, num_warps=WARPS
         )
     return a

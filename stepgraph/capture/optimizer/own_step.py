@@ -135,7 +135,7 @@ class OwnStep:
 
     def code(self) -> dict[str, Any]:
         """The classes that define the optimizer, where they are no library's, and objects that it holds."""
-        own = [cls for cls in type(self.optimizer).__mro__ if of_program(cls.__module__)]
+        own = [cls for cls in type(self.optimizer).__mro__ if of_program(cls)]
         found: dict[str, Any] = {f"{self.name}.step": self.step} if own else {}
         found |= {cls.__qualname__: cls for cls in own}
         held = {key: value for key, value in vars(self.optimizer).items() if key not in OF_TORCH}

@@ -189,7 +189,7 @@ def shadows_of_class(cls: type, names: Iterable[str]) -> Iterator[Part]:
         for base in _bases(cls):
             if name in vars(base):
                 break
-            if of_program(base.__module__):
+            if of_program(base):
                 where = f"{base.__module__}.{base.__qualname__}.{name}"
                 yield Part(where, values.ABSENT, "class", base, name, absolute=True)
 

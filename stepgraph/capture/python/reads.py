@@ -396,7 +396,7 @@ class Reads:
                 self._caches.append((value, value.cache_info().currsize))
                 found = list(parts.plain_parts(value))
             elif kind == "class":
-                if kind_of(value) == "instance" and of_program(value.__module__):
+                if kind_of(value) == "instance" and of_program(value):
                     self._note_class(value)  # the trace may make objects of it
                 found = [*self._of_class(value), *self._of_class(type(value))]
             elif kind == "namespace":
@@ -431,7 +431,7 @@ class Reads:
 
     def _of_class(self, cls: type) -> list[parts.Part]:
         """What a class of the user's has: its values, and methods whose code names what may be read."""
-        return list(parts.parts_of_class(cls, lambda *_: True)) if of_program(cls.__module__) else []
+        return list(parts.parts_of_class(cls, lambda *_: True)) if of_program(cls) else []
 
     def _keep_hooks(self, where: str, module: nn.Module) -> None:
         """Keep the hooks of ``module``: forward may add some in its first call, and note that it has."""
@@ -462,7 +462,7 @@ class Reads:
                 new = dict.get(holder, key, ABSENT) if isinstance(holder, dict) else getattr(holder, key, ABSENT)
             if new is not old and not _same(old, new):
                 found.append(Change(where, holder, key, old, new, holder_id in self._of_model))
-        for cls in [cls for cls in self._met.values() if isinstance(cls, type) and of_program(cls.__module__)]:
+        for cls in [cls for cls in self._met.values() if isinstance(cls, type) and of_program(cls)]:
             for key in [k for k in vars(cls) if (id(cls), k) not in self._before and not k.startswith("__")]:
                 if not values.is_slot(new := vars(cls)[key]):
                     found.append(Change(f"{cls.__module__}.{cls.__qualname__}.{key}", cls, key, ABSENT, new, False))

@@ -72,8 +72,11 @@ def is_of_program(file: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def of_program(module: str | None) -> bool:
-    """Whether a module, by its name, is of the program itself; one without a file is."""
+def of_program(module: str | type | None) -> bool:
+    """Whether a module, by its name or by a class of it, is of the program itself; one without a file is."""
+    if isinstance(module, type):  # a class that a call has made says that it is of Python's abc or types
+        home, name = module.__module__, module.__name__
+        module = None if home in ("abc", "types") and not hasattr(sys.modules[home], name) else home
     found = sys.modules.get(module or "")
     file = getattr(found, "__file__", None)
     return is_of_program(file) if isinstance(file, str) else module not in sys.builtin_module_names
@@ -176,7 +179,7 @@ def kind_of(cls: type) -> str:
 @functools.lru_cache(maxsize=1 << 12)
 def has_more(cls: type) -> bool:
     """Whether plain values of a class may hold more than their value: of a class of the user's, such as an enum."""
-    return bool(cls.__flags__ & _HEAP) and of_program(cls.__module__)
+    return bool(cls.__flags__ & _HEAP) and of_program(cls)
 
 
 @functools.lru_cache(maxsize=1 << 12)

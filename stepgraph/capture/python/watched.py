@@ -108,7 +108,7 @@ class _Walk:
             return True
         called = _is_special(name) or (name in _BY_AUTOGRAD and issubclass(cls, torch.autograd.Function))
         called = called and kind_of(type(value)) in ("function", "descriptor")
-        return (called or name in self._named) and of_program(cls.__module__)
+        return (called or name in self._named) and of_program(cls)
 
     def _parts(self, path: str, found: Iterable[Part]) -> None:
         for part in found:

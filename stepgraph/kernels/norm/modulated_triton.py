@@ -85,8 +85,7 @@ def _total(partials, out, first, parts, at, inside, plane, stride, N, AT_ONCE: t
 
 @triton.jit
 def _add_kernel(partials, dscale, dshift, dgate, dbias, parts, N, AT_ONCE: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns ``program_id(1)`` of all sums of sequence ``program_id(0)``; of ``dbias`` where all sequences are
-    done."""
+    """Columns ``program_id(1)`` of all sums of sequence ``program_id(0)``, or of ``dbias`` after the last one."""
     sequence = tl.program_id(0)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     SUMS: tl.constexpr = 2 if dgate is None else 4

@@ -367,6 +367,16 @@ def test_an_object_of_an_abstract_class_made_by_a_call(make):
     check_follows(nn.Linear(4, 4), loss_fn, [lambda v=v: setattr(given, "factor", v) for v in (1.0, 3.0)])
 
 
+@pytest.mark.parametrize("make", [type, types.new_class])
+def test_a_class_made_by_a_call_from_an_abstract_one(make):
+    given = make("Made", (abc.ABC,), {})
+
+    def loss_fn(model, x):
+        return model(x).square().mean() * getattr(given, "fac" + "tor")
+
+    check_follows(nn.Linear(4, 4), loss_fn, [lambda v=v: setattr(given, "factor", v) for v in (1.0, 3.0)])
+
+
 def test_a_module_that_replaced_another_is_watched_too():
     model, x = reading(lambda m: 1.0 + m.sub.training), torch.randn(3, 4)
     step = stepgraph.capture(model, plain_loss, x, passes="exact")
