@@ -57,7 +57,7 @@ def refuse_moving(slot: Slot, moves: bool) -> None:
     if moves:
         raise CaptureError(
             f"forward reads {slot.name} in Python and changes it, which a captured step cannot follow; call the "
-            "model once before if only its first call does, as a data-dependent initialization; else compute with it "
+            "model once before if only its first call does, as to initialize by data; else compute with it "
             "as a tensor, such as by torch.where, or pass what the host decides in the batch as a number"
         )
 
@@ -354,7 +354,7 @@ def refusing_facts(
         elif name in ("_version", "_base", "_is_view") and storages([tensor])[0] in of_inputs:
             what, fix = f"asks for .{name} of an input of the step", "pass what it is to decide in the batch"
         elif name in ("storage().nbytes", "storage().size") and tensor._cdata in of_batch:
-            what, fix = "asks for the size of the memory of the batch", "ask a tensor for its own, or pass it"
+            what, fix = "asks for the size of the memory of the batch", "ask the tensor for .nbytes, or pass it"
         elif name in ("storage_offset", "is_shared") and storages([tensor])[0] in of_batch:
             what, fix = f"asks for .{name}() of the batch", "give a clone(), or pass what it is to decide in the batch"
         else:

@@ -1,7 +1,7 @@
 """Checks of values that eager makes on the host before it computes, as nodes that raise when the step runs.
 
-For the tensors of a trace torch leaves these out: that classes of ``one_hot`` are below their number, and that the
-places of ``quantile`` are in [0, 1]. Those of ``torch.distributions`` ask for a value, which a trace has not.
+For the tensors of a trace torch leaves these out: that classes of ``one_hot`` are below their number, and that ``q`` of
+``quantile`` is in [0, 1]. Those of ``torch.distributions`` ask for a value, which a trace has not.
 """
 
 import os
@@ -20,8 +20,8 @@ from stepgraph.graph.facts import is_view
 _DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__) + os.sep
 #: Functions of theirs that raise where a truth value is false. Others decide by one how to compute.
 _CHECKS = ("__init__", "_validate_sample", "check", "_mvdigamma")
-#: Operators that give places along a dimension.
-_PLACES = ("topk", "sort", "argsort", "max", "min", "kthvalue", "mode", "median", "argmax", "argmin", "multinomial")
+#: Operators that give positions along a dimension.
+_POSITIONS = ("topk", "sort", "argsort", "max", "min", "kthvalue", "mode", "median", "argmax", "argmin", "multinomial")
 #: Operators besides views whose elements are those of their first argument.
 _SAME = ("_to_copy", "clone", "index", "gather", "index_select")
 
@@ -51,7 +51,7 @@ _CHECKED |= {torch.quantile, Tensor.quantile, torch.nanquantile, Tensor.nanquant
 
 def _message(frame: FrameType) -> str:
     param, of = map(frame.f_locals.get, ("param", "self"))
-    return f"{param or 'a value'} of {type(of).__name__} is outside what torch.distributions allow"
+    return f"{param or 'a value'} of {type(of).__name__} is outside what torch.distributions allows"
 
 
 def _check_classes(x: Tensor, num_classes: int = -1) -> None:
@@ -65,10 +65,10 @@ def _check_classes(x: Tensor, num_classes: int = -1) -> None:
 
 
 def _bound(node: fx.Node | None) -> int | None:
-    """A number that all elements of ``node``, places along a dimension, are below; None if it gives others."""
+    """A number above all elements of ``node``, if they are positions along a dimension; else None."""
     while node is not None and node.all_input_nodes and (is_view(node) or packet(node) in _SAME or _is_second(node)):
         node = node.all_input_nodes[0]
-    if node is None or packet(node) not in _PLACES:
+    if node is None or packet(node) not in _POSITIONS or len(node.target._schema.arguments) == 1:  # max() is a value
         return None
     given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
     sizes, dim = node.all_input_nodes[0].meta["val"].shape, given.get("dim", -1)

@@ -16,6 +16,7 @@ CHECKS = {
     "one_hot": (lambda y, v: y * F.one_hot(v, 4), PLACES, PLACES + 1),
     "one_hot_negative": (lambda y, v: y * F.one_hot(v, 4), PLACES, PLACES - 1),
     "one_hot_any": (lambda y, v: y * F.one_hot(v).sum(1, keepdim=True), PLACES, PLACES - 1),
+    "one_hot_of_greatest": (lambda y, v: y * F.one_hot(v.max(), 4), PLACES, PLACES + 1),
     "quantile": (lambda y, v: y.quantile(v), PLACES / 4, PLACES / 4 - 0.1),
     "nanquantile": (lambda y, v: torch.nanquantile(y, q=v), PLACES / 4, PLACES / 4 - 0.1),
     "parameter": (lambda y, v: distributions.Normal(y, v).rsample(), PLACES + 1.0, PLACES - 1.0),
