@@ -12,6 +12,7 @@ disk, under a key of the graph and all options, so that a later run loads it.
 """
 
 import contextlib
+import functools
 import operator
 import time
 from collections.abc import Callable, Iterator
@@ -174,15 +175,14 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
     left: dict[fx.Node, str] = {}
     aliased = _Aliased(step.graph)
 
+    @functools.cache
     def kind(node: fx.Node) -> str | None:
         if phase_of(node) == "optimizer":
             return "optimizer" if node.meta.get(COMPILE) else None
         namespace = getattr(node.target, "namespace", "")
-        if is_host_copy(node):
-            return None
         if namespace == autocast.NAMESPACE or (namespace == "stepgraph" and is_mutating(node)):
             return None
-        if node.meta.get(KEEP_EAGER) or is_launch(node):
+        if node.meta.get(KEEP_EAGER) or is_launch(node) or is_host_copy(node):
             return None
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
