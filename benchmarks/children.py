@@ -123,7 +123,7 @@ def measure_each(
         report({"provider": options.child} | measure(options.child, options))
         return
     limit = options.limit_s or (options.gpu_limit_s if options.device == "cuda" else 1200)
-    chosen = {k: v if isinstance(v, int | float | list) else str(v) for k, v in vars(options).items()}
+    chosen = {k: v if isinstance(v, int | float | list) else str(v) for k, v in vars(options).items() if k != "json"}
     packages = {name: package_version(name) for name in PACKAGES}
     record = {"environment": environment() | {"packages": packages}, "options": chosen, "providers": []}
     for name in options.providers if names is None else names:

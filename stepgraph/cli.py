@@ -1,7 +1,7 @@
 """The ``stepgraph`` command: parse and dispatch, nothing else.
 
-Errors of use end in one line on stderr and exit status 2, Ctrl-C in one and 130, a full disk in one and 1; any
-other exception keeps its traceback.
+A usage error prints one line to stderr and exits with status 2, Ctrl-C with 130, and a full disk with 1. Any other
+exception keeps its traceback.
 """
 
 import contextlib

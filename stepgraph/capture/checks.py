@@ -57,8 +57,8 @@ def refuse_moving(slot: Slot, moves: bool) -> None:
     if moves:
         raise CaptureError(
             f"forward reads {slot.name} in Python and changes it, which a captured step cannot follow; call the "
-            "model once before if only its first call does, as to initialize by data; else compute with it "
-            "as a tensor, such as by torch.where, or pass what the host decides in the batch as a number"
+            "model once before capture if only its first call does, as for data-dependent initialization; otherwise "
+            "use tensor operations, such as torch.where, or pass what the host decides in the batch as a number"
         )
 
 

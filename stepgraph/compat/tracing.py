@@ -98,7 +98,7 @@ _eliminate = torch.fx.Graph.eliminate_dead_code
 
 
 def _eliminate_dead_code(graph: torch.fx.Graph, is_impure: Callable[[torch.fx.Node], bool] | None = None) -> bool:
-    """What torch does, which asks of every node whether it is impure, also of those that are read, and lints first."""
+    """``Graph.eliminate_dead_code`` without its lint; only nodes without users are checked for side effects."""
     if is_impure is None:
         return _eliminate(graph)
     with replaced(torch.fx.Graph, lint=lambda _: None):

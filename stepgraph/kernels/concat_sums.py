@@ -2,8 +2,8 @@
 
     y = cat([a, b, c], -1),    sums = the sum of y's rows
 
-The gradients of queries, keys and values come apart from attention; the products of the projection's backward read them
-as one, and the gradient of its bias would be another read of that. Made by the pass `concat_sums` after the step was
+Attention returns the gradients of queries, keys and values as three tensors; the backward products of the fused
+projection need one, and its bias gradient would read that once more. Made by the pass `concat_sums` after the step was
 traced: it has no gradients of its own.
 """
 

@@ -418,7 +418,7 @@ class Reads:
             self._note(found, path, pending)
 
     def _note(self, found: Iterable[parts.Part], path: str, pending: deque[tuple[str, Any]]) -> None:
-        """Keep what parts are now; those that are looked into are ``pending``, unless they were noted before."""
+        """Record the current value of each part, and append those to be searched in turn to ``pending``."""
         for part in found:
             if part.value is TYPE:  # put there by the trace
                 continue

@@ -48,7 +48,7 @@ def after(changes: Sequence[Change]) -> Iterator[None]:
 
 
 def keep(changes: Sequence[Change], of_model: bool = False) -> None:
-    """Leave outside of the model, or in it too, what no later step changes, as a length that is noted once."""
+    """Keep changes outside the model, with ``of_model`` inside it too, that no later step repeats: a cached length."""
     for change in changes:
         if not change.of_model or (of_model and not fake_inside(change.new)):
             change.put(change.new)
