@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from stepgraph.compat.cpp_kernels import kernels_together
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
+from stepgraph.errors import first_line
 
 
 def inductor_compile(
@@ -115,7 +116,7 @@ def inductor_artifact(function: Callable[[list[Any]], Sequence[Any]]) -> bytes:
         try:
             getattr(function, _ARTIFACT).save(path=file, format="binary")
         except (RuntimeError, AssertionError, NotImplementedError) as failure:
-            raise ValueError(f"torch cannot save a compiled piece: {str(failure).splitlines()[0][:160]}") from None
+            raise ValueError(f"torch cannot save a compiled piece: {first_line(failure)[:160]}") from None
         with open(file, "rb") as stream:
             return stream.read()
 

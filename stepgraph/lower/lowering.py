@@ -9,7 +9,7 @@ from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
 from stepgraph.capture.fake import OpenSizes
 from stepgraph.capture.forward import trace_forward
-from stepgraph.errors import warn_caller
+from stepgraph.errors import first_line, warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import Kind, StepGraph
 from stepgraph.lower.gpu_trace import traced_as
@@ -180,10 +180,8 @@ def learn_lengths(spec: StepSpec) -> bool:
     try:
         traced = trace(dataclasses.replace(spec, batch=other))
     except Exception as error:  # it is not the user's batch: a model may refuse it
-        warn_caller(
-            f"any_length: a batch of half the length cannot be traced ({str(error).splitlines()[0][:120]}), so the "
-            "first length is compiled separately"
-        )
+        why = first_line(error)[:120]
+        warn_caller(f"any_length: half the length cannot be traced ({why}), so the first length is compiled separately")
         return True
     for graph in traced.program.graphs.values():
         run_passes(graph, passes)

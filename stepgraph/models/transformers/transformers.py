@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph.errors import first_line
 from stepgraph.models.family import Family, HuggingFace, Piece, num_params
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.transformers.pieces import cast, pieces_of, without_weights
@@ -131,7 +132,7 @@ class CausalLM(nn.Module):
                 with torch.device("cpu"):  # a seed draws the same adapter on every device
                     self.inner = peft.get_peft_model(self.inner, adapter, autocast_adapter_dtype=False)
             except ValueError as error:  # of modules that the model does not have
-                raise ValueError(f"lora: {str(error).splitlines()[0]}") from error
+                raise ValueError(f"lora: {first_line(error)}") from error
             for param in (p for p in self.inner.parameters() if p.requires_grad):
                 param.data = param.data.to(dtype)  # peft's own choice next to a quantized weight is fp32
         self.unquantized = ""

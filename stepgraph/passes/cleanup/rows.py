@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.errors import first_line
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, fake_value
 from stepgraph.graph.facts import is_pointwise, is_random, is_view, packet
@@ -92,7 +93,7 @@ def _make_contiguous(source: fx.Node) -> str | None:
             try:
                 value = fake_value(node)
             except (RuntimeError, ValueError) as error:  # a view of what does not lie so
-                why = f"{node.name} does not take it: {str(error).splitlines()[0]}"
+                why = f"{node.name} does not take it: {first_line(error)}"
                 break
             if _form(value) != _form(node.meta["val"]):
                 changed.add(node)

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
+from stepgraph.errors import first_line
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, tensors_of
 from stepgraph.train.checkpoint.files import local
 
@@ -128,9 +129,7 @@ class BackgroundSaves:
             try:  # operators on DTensors hold Python's lock, which the run's thread needs
                 there = torch.empty_like(part, device="cpu", pin_memory=gpu)
             except RuntimeError as failure:  # torch's for memory that the system does not give
-                raise MemoryError(
-                    f"no host memory for a copy of the state: {str(failure).splitlines()[0]}"
-                ) from failure
+                raise MemoryError(f"no host memory for a copy of the state: {first_line(failure)}") from failure
             if not gpu:
                 there.zero_()  # page-locked memory is there, other memory once it is written to
             self._copies[name] = compat.with_local(tensor, there) if isinstance(tensor, DTensor) else there

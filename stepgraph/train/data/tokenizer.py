@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from stepgraph.errors import require_file
+from stepgraph.errors import first_line, require_file
 from stepgraph.models.hf_files import read_json
 
 #: Files next to tokenizer.json that name its special tokens.
@@ -83,8 +83,7 @@ class JsonTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises a plain Exception for every malformed file
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{path} is not a tokenizer of the `tokenizers` library ({reason})") from error
+            raise ValueError(f"{path} is not a tokenizer of the `tokenizers` library ({first_line(error)})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

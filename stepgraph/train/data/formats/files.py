@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from stepgraph.errors import first_line
 from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, no_field, optional
 from stepgraph.train.data.sources import FileSource, describe_sections
 from stepgraph.train.data.split import cut_sections
@@ -157,8 +158,8 @@ class Parquet(FileSource):
         return document_of(row, f"{self._path}, row {index}", self.field, self.chat)
 
     def _corrupt(self, error: Exception) -> ValueError:
-        reason = str(error).splitlines()[0]
-        return ValueError(f"{self._path} is not a readable parquet file ({reason}): copy or download it again")
+        found = f"{self._path} is not a readable parquet file ({first_line(error)})"
+        return ValueError(f"{found}: copy or download it again")
 
 
 def _check_unpacked(name: str, start: bytes) -> None:
