@@ -78,12 +78,6 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
         h, mean = data(2, ROWS, WIDTH), data(2, ROWS, 2, dtype=torch.float32)[..., 0]
         saved = (layout(h), weight, mean, mean.abs() + 1, layout(r))
         yield f"norm_backward {name}", ours.norm_backward, (layout(x), *saved, *norm, dtype, True, True, True)
-        q, k = layout(data(2, ROWS, 4, 16)), layout(data(2, ROWS, 2, 16))
-        pair = (dtype, "rms", 1e-5, 0.0)
-        yield f"norm_pair {name}", ours.norm_pair, (q, k, data(16), data(16), *pair)
-        rstds = data(2, ROWS, 4, dtype=torch.float32), data(2, ROWS, 2, dtype=torch.float32)
-        arguments = (q, k, q, k, data(16), data(16), *rstds, *pair, True, True)
-        yield f"norm_pair_backward {name}", ours.norm_pair_backward, arguments
         mean, scale = data(2, ROWS, 1, dtype=torch.float32), layout(data(2, 1, WIDTH))
         of_norm = (layout(data(2, ROWS, WIDTH)), layout(x), mean, mean.abs() + 1, scale, 1.0, layout(r))
         yield f"modulated_norm_backward {name}", ours.modulated_norm_backward, of_norm

@@ -74,10 +74,6 @@ def examples(t):
         "norm_backward",
         (t(4096, 64), t(4096, 64), t(64), None, t(4096, dtype=FP32), None, *NORM, BF16, True, True, 0),
     )
-    q, k, w = t(64, 16, 128), t(64, 8, 128), t(128)
-    yield "norm_pair", (q, k, w, w, *NORM)
-    statistics = t(64, 16, dtype=FP32), t(64, 8, dtype=FP32)
-    yield "norm_pair_backward", (q, k, q, k, w, w, *statistics, *NORM, True, True)
     yield "column_sum", (t(32, 1155, dtype=FP32), BF16)
     yield "embedding_backward", (t(8, 64, 256), t(8, 64, dtype=I64), 50257, -1)
     yield "cross_entropy_", (t(512, 5000), t(512, dtype=I64), t(dtype=FP32), True, -100)

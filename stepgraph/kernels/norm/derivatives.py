@@ -1,6 +1,6 @@
-"""Gradients of the operators, and the two entry points `norm` and `norm_pair` that public functions call.
+"""Gradients of the operators, and the entry point `norm` that public functions call.
 
-In plain eager the entry points call the backend from a `torch.autograd.Function` and bypass the dispatcher, which is
+In plain eager the entry point calls the backend from a `torch.autograd.Function` and bypass the dispatcher, which is
 most of the cost of a call. The compiler, fake tensors, DTensor and dispatch modes get the operators of
 ``torch.ops.stepgraph``. Transforms of ``torch.func`` do not support gradients registered for operators, so they get an
 autograd function around the operator. All three paths share the formulas below.
@@ -62,9 +62,6 @@ def _differentiable(name: str, setup_context: Callable, backward: Callable) -> C
     torch.library.register_autograd(f"stepgraph::{name}", backward, setup_context=setup_context)
     torch.library.register_vmap(f"stepgraph::{name}", batch)
     return call
-
-
-# One tensor
 
 
 def _save(
@@ -145,7 +142,7 @@ def norm(
     options = (out_dtype or x.dtype, kind, default_eps(x.dtype) if eps is None else eps, weight_offset)
     needs_grad = _any_needs_grad(x, weight, bias, residual)
     if not in_plain_eager(x, weight, bias, residual):
-        sharding.check(x=x)
+        sharding.check(x)
         # Inside a transform the tensors do not show whether a gradient is wanted outside it.
         keep_h = prenorm or needs_grad or in_function_transform()
         y, h, *_ = _dispatched(x, weight, bias, residual, *options, keep_h)
@@ -170,74 +167,6 @@ def _operator_backward(ctx, dy, dh, *_):
 
 
 _dispatched = _differentiable("norm", _operator_setup, _operator_backward)
-
-
-# q and k
-
-
-def _save_pair(ctx: Any, options: Options, *tensors: Optional) -> None:
-    ctx.options = options
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _pair_gradients(ctx: Any, dyq: Optional, dyk: Optional) -> tuple[Optional, Optional, Optional, Optional]:
-    """Gradients of q, k, wq and wk."""
-    q, k, *_ = ctx.saved_tensors
-    need_q, need_k, need_wq, need_wk = ctx.needs_input_grad[:4]
-    dyq = torch.zeros_like(q) if dyq is None else dyq
-    dyk = torch.zeros_like(k) if dyk is None else dyk
-    needs = (need_q or need_k, need_wq or need_wk)
-    if not torch.is_grad_enabled() and in_plain_eager(dyq, dyk, q, k):
-        dq, dk, dwq, dwk, *_ = operators.backward_pair(ctx.options, dyq, dyk, *ctx.saved_tensors, *needs)
-    else:
-        dq, dk, dwq, dwk = _dispatched_pair_backward(dyq, dyk, *ctx.saved_tensors, *ctx.options, *needs)
-    return dq if need_q else None, dk if need_k else None, dwq if need_wq else None, dwk if need_wk else None
-
-
-class _DirectPair(torch.autograd.Function):
-    """`norm_pair` without the dispatcher."""
-
-    @staticmethod
-    def forward(ctx, q, k, wq, wk, options):
-        yq, yk, rstd_q, rstd_k = operators.forward_pair(options, q, k, wq, wk)
-        _save_pair(ctx, options, q, k, wq, wk, rstd_q, rstd_k)
-        return yq, yk
-
-    @staticmethod
-    def backward(ctx, dyq, dyk):
-        return *_pair_gradients(ctx, dyq, dyk), None
-
-
-_apply_pair = super(torch.autograd.Function, _DirectPair).apply
-
-
-def norm_pair(
-    q: Tensor, k: Tensor, wq: Optional, wk: Optional, eps: float | None, weight_offset: float,
-    out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``(yq, yk)``. Raises ``ValueError`` as `spec.check_pair` does."""
-    options = (out_dtype or q.dtype, "rms", default_eps(q.dtype) if eps is None else eps, weight_offset)
-    if not in_plain_eager(q, k, wq, wk):
-        sharding.check(q=q, k=k)
-        return _dispatched_pair(q, k, wq, wk, *options)[:2]
-    if _any_needs_grad(q, k, wq, wk):
-        return _apply_pair(q, k, wq, wk, options)
-    yq, yk, *_ = operators.forward_pair(options, q, k, wq, wk)
-    return yq, yk
-
-
-def _operator_setup_pair(ctx, inputs, output):
-    rstd_q, rstd_k = output[2:]
-    _save_pair(ctx, tuple(inputs[4:]), *inputs[:4], rstd_q, rstd_k)
-    ctx.mark_non_differentiable(rstd_q, rstd_k)
-
-
-def _operator_backward_pair(ctx, dyq, dyk, *_):
-    return *_pair_gradients(ctx, dyq, dyk), *[None] * len(Norm._fields)
-
-
-_dispatched_pair = _differentiable("norm_pair", _operator_setup_pair, _operator_backward_pair)
 
 
 # Second and higher derivatives: torch differentiates the reference's formulas. The statistics are recomputed from h,
@@ -281,26 +210,3 @@ def _second(ctx, *cotangents):
 
 
 _dispatched_backward = _differentiable("norm_backward", _setup_second, _second)
-
-
-def _setup_second_pair(ctx, inputs, output):
-    ctx.norm, ctx.options = operators.from_options(*inputs[8:12]), inputs[12:]
-    ctx.save_for_backward(*inputs[:6])
-    ctx.set_materialize_grads(False)
-
-
-def _second_pair(ctx, *cotangents):
-    def first(dyq, dyk, q, k, wq, wk):
-        sides = []
-        for dy, x, w in ((dyq, q, wq), (dyk, k, wk)):
-            rstd = reference.statistics(ctx.norm, x)[1]
-            sides.append(reference.backward(ctx.norm, dy, x, w, None, rstd, None, x.dtype, *ctx.options, False))
-        return sides[0][0], sides[1][0], sides[0][1], sides[1][1]
-
-    need_dx, need_dw = ctx.options
-    wanted = (cotangents[:2] if need_dx else ()) + (cotangents[2:] if need_dw else ())
-    gradients = _vjp(first, list(ctx.saved_tensors), wanted)
-    return *gradients, None, None, *[None] * (len(Norm._fields) + 2)
-
-
-_dispatched_pair_backward = _differentiable("norm_pair_backward", _setup_second_pair, _second_pair)

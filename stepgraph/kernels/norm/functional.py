@@ -1,4 +1,4 @@
-"""Public functions: RMS and layer norm, q and k in one launch; kernels on CUDA, plain torch elsewhere.
+"""Public functions: RMS and layer norm, the norms of q and k; kernels on CUDA, plain torch elsewhere.
 
 Common to all, with ``x`` (..., N) float16, bfloat16 or float32 and any strides whose last is 1:
 
@@ -70,10 +70,6 @@ def qk_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(q, wq), rms_norm(k, wk))`` in one launch, forward and backward.
-
-    q (..., Hq, D) and k (..., Hk, D) have one dtype and D, and may be slices of one fused projection: no copies.
-    wq, wk: both or neither, one dtype, (D,) or per head. Raises ``ValueError`` as `rms_norm` does.
-    Source: Henry et al. 2020, arXiv:2010.04245.
-    """
-    return derivatives.norm_pair(q, k, wq, wk, eps, weight_offset, out_dtype)
+    """``(rms_norm(q, wq), rms_norm(k, wk))``. Source: Henry et al. 2020, arXiv:2010.04245."""
+    options = {"weight_offset": weight_offset, "out_dtype": out_dtype}
+    return rms_norm(q, wq, eps=eps, **options), rms_norm(k, wk, eps=eps, **options)

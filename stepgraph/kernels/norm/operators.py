@@ -1,7 +1,5 @@
-"""The four operators of ``torch.ops.stepgraph``: schema, kernels for CPU and CUDA, and shapes for fake tensors.
-
-    norm, norm_backward              one tensor: RMS or layer norm, with residual, bias, per-head weight
-    norm_pair, norm_pair_backward    q and k in one launch
+"""The operators ``stepgraph::norm`` and ``stepgraph::norm_backward``: RMS or layer norm of one tensor, with residual,
+bias and per-head weight. Schema, kernels for CPU and CUDA, and shapes for fake tensors.
 
 Outputs that a call does not produce are None, as in ``aten.native_layer_norm_backward``. Gradients
 and vmap are in `derivatives`, DTensor in `sharding`, the formulas and the meaning of each tensor in `spec`.
@@ -17,7 +15,7 @@ import torch
 from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.norm import reference
 from stepgraph.kernels.norm.planned import planned
-from stepgraph.kernels.norm.spec import Norm, check, check_pair, math_dtype
+from stepgraph.kernels.norm.spec import Norm, check, math_dtype
 
 Tensor = torch.Tensor
 Optional = Tensor | None
@@ -35,15 +33,6 @@ torch.library.define(
     "stepgraph::norm_backward",
     f"(Tensor dy, Tensor h, Tensor? weight, Tensor? mean, Tensor rstd, Tensor? dh, {_NORM},"
     " ScalarType dx_dtype, bool need_dx, bool need_dw, bool need_db) -> (Tensor dx, Tensor dw, Tensor db)",
-)
-torch.library.define(
-    "stepgraph::norm_pair",
-    f"(Tensor q, Tensor k, Tensor? wq, Tensor? wk, {_NORM}) -> (Tensor yq, Tensor yk, Tensor rstd_q, Tensor rstd_k)",
-)
-torch.library.define(
-    "stepgraph::norm_pair_backward",
-    f"(Tensor dyq, Tensor dyk, Tensor q, Tensor k, Tensor? wq, Tensor? wk, Tensor rstd_q, Tensor rstd_k, {_NORM},"
-    " bool need_dx, bool need_dw) -> (Tensor dq, Tensor dk, Tensor dwq, Tensor dwk)",
 )
 
 
@@ -64,7 +53,7 @@ def from_options(out_dtype: torch.dtype, kind: str, eps: float, weight_offset: f
     return Norm(kind, eps, weight_offset, out_dtype)
 
 
-# Each of the four finds the plan of a call, which the backend of the device makes; empty inputs are handled here.
+# Both find the plan of a call, which the backend of the device makes; empty inputs are handled here.
 # `_like_*` make zeros of the outputs' shapes: the fake implementation, and the right result for inputs without rows.
 
 
@@ -121,62 +110,6 @@ def backward(
     return planned(_backward, (options, rest), dy, h, weight, dh)(dy, h, weight, mean, rstd, dh)
 
 
-def _pair(options: Options, q: Tensor, k: Tensor, wq: Optional, wk: Optional) -> Callable[..., Sequence[Optional]]:
-    norm = from_options(*options)
-    check_pair(norm, q, k, wq, wk)
-    if q.is_cuda and q.numel() and k.numel():
-        return _triton().forward_pair_plan(norm, None, q, k, wq, wk).run
-    return lambda q, k, wq, wk: _each(*(forward(options, x, w, None, None, False) for x, w in ((q, wq), (k, wk))))
-
-
-def _each(q: Sequence[Optional], k: Sequence[Optional]) -> tuple[Optional, Optional, Optional, Optional]:
-    """The first and last of four for each of two tensors."""
-    return q[0], k[0], q[3], k[3]
-
-
-def forward_pair(options: Options, *tensors: Optional) -> Sequence[Optional]:
-    """``yq, yk, rstd_q, rstd_k`` of q, k, wq and wk. Raises ``ValueError`` as `check_pair` does."""
-    return planned(_pair, (options,), *tensors)(*tensors)
-
-
-def _pair_backward(
-    options: Options, needs: tuple[bool, bool], dyq: Tensor, dyk: Tensor, q: Tensor, k: Tensor, wq: Optional,
-    wk: Optional,
-) -> Callable[..., Sequence[Optional]]:  # fmt: skip
-    if not (q.is_cuda and q.numel() and k.numel() and any(needs)):
-
-        def apart(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k):
-            dq, dwq, *_ = backward(options, dyq, q, wq, None, rstd_q, None, q.dtype, *needs, False)
-            dk, dwk, *_ = backward(options, dyk, k, wk, None, rstd_k, None, k.dtype, *needs, False)
-            return dq, dk, dwq, dwk
-
-        return apart
-    tensors = dyq, dyk.to(dyq.dtype), q, k, wq, wk  # with the strides that the call launches
-    run = _triton().backward_pair_plan(from_options(*options), *needs, None, *tensors).run
-    return run if dyk.dtype == dyq.dtype else lambda dyq, dyk, *rest: run(dyq, dyk.to(dyq.dtype), *rest)
-
-
-def backward_pair(options: Options, *arguments: Any) -> Sequence[Optional]:
-    """``dq, dk, dwq, dwk`` first, of the operator's tensors, and whether dq and dk, and dwq and dwk, are needed."""
-    tensors, needs = arguments[:8], arguments[8:]
-    return planned(_pair_backward, (options, needs), *tensors[:6])(*tensors)
-
-
-def _like_pair(norm: Norm, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _each(_like_forward(norm, q, None, False), _like_forward(norm, k, None, False))
-
-
-def _like_backward_pair(
-    q: Tensor, k: Tensor, wq: Optional, wk: Optional, need_dx: bool, need_dw: bool
-) -> tuple[Optional, Optional, Optional, Optional]:
-    dq, dwq, _ = _like_backward(q, wq, q.dtype, need_dx, need_dw, False)
-    dk, dwk, _ = _like_backward(k, wk, k.dtype, need_dx, need_dw, False)
-    return dq, dk, dwq, dwk
-
-
-# The operators
-
-
 @torch.library.impl("stepgraph::norm", ("cpu", "cuda"))
 @launching("norm")
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
@@ -200,30 +133,3 @@ def _norm_backward(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_o
 @torch.library.register_fake("stepgraph::norm_backward")
 def _norm_backward_fake(dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, *needs):
     return _like_backward(dy, weight, dx_dtype, *needs)
-
-
-@torch.library.impl("stepgraph::norm_pair", ("cpu", "cuda"))
-@launching("norm_pair")
-def _norm_pair(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
-    return tuple(forward_pair((out_dtype, kind, eps, weight_offset), q, k, wq, wk))
-
-
-@torch.library.register_fake("stepgraph::norm_pair")
-def _norm_pair_fake(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
-    norm = Norm(kind, eps, weight_offset, out_dtype)
-    check_pair(norm, q, k, wq, wk)
-    return _like_pair(norm, q, k)
-
-
-@torch.library.impl("stepgraph::norm_pair_backward", ("cpu", "cuda"))
-@launching("norm_pair_backward")
-def _norm_pair_backward(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw):
-    tensors = dyq, dyk, q, k, wq, wk, rstd_q.contiguous(), rstd_k.contiguous()
-    return tuple(backward_pair((out_dtype, kind, eps, weight_offset), *tensors, need_dx, need_dw)[:4])
-
-
-@torch.library.register_fake("stepgraph::norm_pair_backward")
-def _norm_pair_backward_fake(
-    dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw
-):
-    return _like_backward_pair(q, k, wq, wk, need_dx, need_dw)

@@ -19,9 +19,8 @@ PLANS: dict[Any, Callable[..., Any]] = {}
 
 
 def planned(
-    build: Callable[..., Any], options: tuple[Any, ...], a: Tensor, b: Optional, c: Optional, d: Optional,
-    *more: Optional,
-) -> Callable[..., Any]:  # fmt: skip
+    build: Callable[..., Any], options: tuple[Any, ...], a: Tensor, b: Optional, c: Optional, d: Optional
+) -> Callable[..., Any]:
     """``build(*options, a, b, ...)``, remembered under all that is known of tensors without reading their memory."""
     key = (
         build,
@@ -31,11 +30,9 @@ def planned(
         c if c is None else (c.shape, c.stride(), c.dtype, c.device),
         d if d is None else (d.shape, d.stride(), d.dtype, d.device),
     )
-    if more:
-        key = (*key, *(t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in more))
     plan = PLANS.get(key)
     if plan is None:
-        plan = build(*options, a, b, c, d, *more)
+        plan = build(*options, a, b, c, d)
         if len(PLANS) >= _MOST_PLANS:
             PLANS.clear()
         PLANS[key] = plan

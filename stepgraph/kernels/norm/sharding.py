@@ -15,19 +15,19 @@ import stepgraph.kernels.norm.operators  # noqa: F401  (defines what is register
 ops = torch.ops.stepgraph
 
 
-def _refuse_hidden(**tensors) -> None:
-    for name, tensor in tensors.items():
-        hidden = tensor.ndim - 1
-        if any(placement.is_shard(hidden) for placement in tensor.placements):
-            raise ValueError(
-                f"{name} is placed {tensor.placements}, its normalized dimension {hidden} sharded; allowed is "
-                f"Replicate, or Shard of another dimension: call {name}.redistribute(...) first"
-            )
+def _refuse_hidden(name: str, tensor) -> None:
+    hidden = tensor.ndim - 1
+    if any(placement.is_shard(hidden) for placement in tensor.placements):
+        raise ValueError(
+            f"{name} is placed {tensor.placements}, its normalized dimension {hidden} sharded; allowed is "
+            f"Replicate, or Shard of another dimension: call {name}.redistribute(...) first"
+        )
 
 
-def check(**tensors: torch.Tensor) -> None:
+def check(x: torch.Tensor) -> None:
     """Raise ``ValueError`` for a DTensor sharded in its last dimension; raised inside DTensor it would come wrapped."""
-    _refuse_hidden(**{name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)})
+    if isinstance(x, DTensor):
+        _refuse_hidden("x", x)
 
 
 def _strategies(dims: int, weight, strategy: Callable) -> list:
@@ -45,7 +45,7 @@ def _if(present, placement):
 
 @register_sharding(ops.norm.default)
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
-    _refuse_hidden(x=x)
+    _refuse_hidden("x", x)
 
     def strategy(rows, weights, _):
         h = rows if residual is not None and keep_h else None
@@ -60,7 +60,7 @@ def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h
 def _norm_backward(
     dy, h, weight, mean, rstd, dh, out_dtype, kind, eps, weight_offset, dx_dtype, need_dx, need_dw, need_db
 ):
-    _refuse_hidden(h=h)
+    _refuse_hidden("h", h)
 
     def strategy(rows, weights, sums):
         outputs = [_if(need_dx, rows), _if(need_dw, sums), _if(need_db, sums)]
@@ -68,24 +68,3 @@ def _norm_backward(
         return outputs, inputs + [None] * 8
 
     return _strategies(h.ndim, weight, strategy)
-
-
-@register_sharding(ops.norm_pair.default)
-def _norm_pair(q, k, wq, wk, out_dtype, kind, eps, weight_offset):
-    _refuse_hidden(q=q, k=k)
-
-    def strategy(rows, weights, _):
-        return [rows] * 4, [rows, rows, _if(wq, weights), _if(wk, weights)] + [None] * 4
-
-    return _strategies(min(q.ndim, k.ndim), wq, strategy)
-
-
-@register_sharding(ops.norm_pair_backward.default)
-def _norm_pair_backward(dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, out_dtype, kind, eps, weight_offset, need_dx, need_dw):
-    _refuse_hidden(q=q, k=k)
-
-    def strategy(rows, weights, sums):
-        outputs = [_if(need_dx, rows)] * 2 + [_if(need_dw, sums)] * 2
-        return outputs, [rows] * 4 + [_if(wq, weights), _if(wk, weights), rows, rows] + [None] * 6
-
-    return _strategies(min(q.ndim, k.ndim), wq, strategy)

@@ -1,9 +1,8 @@
 """What a normalization is, for every file of this folder, and the checks of user input.
 
-Backends, `reference` (plain torch, any device) and `triton.single` with `triton.pair` (CUDA), have the four functions
-below. A row is the last dimension of ``x``, of length ``N``; there are ``M = numel / N`` rows. A backend is never
-called with ``M == 0``, and its arguments have passed `check`. ``math`` is float32, or float64 where ``x`` is (reference
-only).
+Backends, `reference` (plain torch, any device) and `triton.single` (CUDA), have the two functions below. A row is the
+last dimension of ``x``, of length ``N``; there are ``M = numel / N`` rows. A backend is never called with ``M == 0``,
+and its arguments have passed `check`. ``math`` is float32, or float64 where ``x`` is (reference only).
 
 forward(norm, x, weight, bias, residual, keep_h) -> (y, h, mean, rstd)
     x         (..., N), or (..., H, N) with per-head weights; last stride 1 (or N == 1), any other strides
@@ -20,11 +19,6 @@ backward(norm, dy, h, weight, mean, rstd, dh, dx_dtype, need_dx, need_dw, need_d
     dh        None, or the gradient that comes in for h itself (prenorm), shape of x, last stride 1: added to dx
     dx        shape of x, contiguous, dx_dtype; dw, db: shape and dtype of weight, summed over rows in math
     Each of the three is None unless its flag is set. need_dw and need_db imply a weight.
-
-forward_pair(norm, q, k, wq, wk) -> (yq, yk, rstd_q, rstd_k)             "rms" without bias, both in one launch
-backward_pair(norm, dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, need_dx, need_dw) -> (dq, dk, dwq, dwk)
-    q (..., N) or (..., Hq, N), k (..., N) or (..., Hk, N), of one dtype; weights: both given or both None, of one
-    dtype, (N,) or per head. dq and dk have the dtype of q, contiguous.
 
 Formulas, with w' = weight + weight_offset (in math; 1 where there is no weight) and g = dy * w':
     rms    rstd = 1 / sqrt(mean(h^2) + eps)           xhat = h * rstd
@@ -142,26 +136,3 @@ def check(
         _check_dtype("residual", residual.dtype, x)
         _check_rows("residual", residual)
         _check_device("residual", residual, x)
-
-
-def check_pair(norm: Norm, q: torch.Tensor, k: torch.Tensor, wq: torch.Tensor | None, wk: torch.Tensor | None) -> None:
-    """Raise ``ValueError``, one line, if a backend cannot normalize ``q`` and ``k`` in one launch."""
-    if norm.kind != "rms":
-        raise ValueError(f"norm kind of a pair is {norm.kind!r}; allowed is 'rms': use layer_norm on each")
-    _check_dtype("q", q.dtype, q)
-    _check_rows("q", q)
-    _check_rows("k", k)
-    _check_dtype("out_dtype", norm.out_dtype, q)
-    _check_device("k", k, q)
-    if k.dtype != q.dtype or k.shape[-1] != q.shape[-1]:
-        raise ValueError(
-            f"k is {tuple(k.shape)} {k.dtype}, q is {tuple(q.shape)} {q.dtype}; allowed is one dtype and one last "
-            f"dimension: normalize them separately with rms_norm"
-        )
-    if (wq is None) != (wk is None):
-        raise ValueError("only one of wq and wk is given; allowed is both or none: pass both, or use rms_norm")
-    if wq is not None and wk is not None:
-        _check_weight("wq", wq, q)
-        _check_weight("wk", wk, k)
-        if wq.dtype != wk.dtype:
-            raise ValueError(f"wq is {wq.dtype}, wk is {wk.dtype}; allowed is one dtype: convert one of them")

@@ -24,7 +24,6 @@ from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.provenance import phase_of
 from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.norm import pairs
 from stepgraph.passes.norm.composite import find
 from stepgraph.passes.norm.rewrite import Found, Rewriter, added, unsupported
 from stepgraph.passes.norm.values import value_of
@@ -124,19 +123,10 @@ def _choose(found: Found, options: FuseNormOptions, *, can_use_kernel: bool) -> 
 def _rewrite(step: StepGraph, kernels: list[Found], aliases: Aliases) -> str:
     """Put our operators in; what they took in with them, in words."""
     rewriter = Rewriter(step, kernels, aliases)
-    paired: set[int] = set()
-    for q, k in pairs.find(kernels):
-        if pairs.rewrite(rewriter, q, k, aliases):
-            paired |= {id(q), id(k)}
-    residuals = gradients = 0
-    for found in kernels:
-        if id(found) not in paired:
-            residual, gradient = rewriter.rewrite(found)
-            residuals += residual
-            gradients += gradient
+    taken = [rewriter.rewrite(found) for found in kernels]
     rewriter.sweep()
-    parts = [f"{residuals} residual adds", f"{gradients} residual gradients"]
-    return f"; {' and '.join(parts)} taken in" + (f", {len(paired)} norms two by two" if paired else "")
+    residuals, gradients = map(sum, zip(*taken, strict=True))
+    return f"; {residuals} residual adds and {gradients} residual gradients taken in"
 
 
 # Bytes

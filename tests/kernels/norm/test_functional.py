@@ -169,7 +169,7 @@ def test_qk_norm(dtype, per_head):
 def test_qk_norm_of_which_only_one_is_used():
     q, k = rows(2, 4, 8, grad=True), rows(2, 2, 8, seed=1, grad=True)
     qk_norm(q, k)[0].square().sum().backward()
-    assert q.grad.abs().max() < 1e-3 and torch.equal(k.grad, torch.zeros_like(k))
+    assert q.grad.abs().max() < 1e-3 and k.grad is None
 
 
 X = torch.zeros(4, 6, 8)
@@ -205,9 +205,6 @@ REFUSED = {
     ),
     "no dimension": (lambda: rms_norm(torch.tensor(1.0)), r"x has shape \(\); allowed is \(\.\.\., N\)"),
     "empty rows": (lambda: rms_norm(X[..., :0]), r"x has shape \(4, 6, 0\)"),
-    "q and k": (lambda: qk_norm(X, X.half()), r"k is \(4, 6, 8\) torch.float16, q is .* rms_norm"),
-    "one weight": (lambda: qk_norm(X, X, torch.ones(8)), "only one of wq and wk"),
-    "pair of weights": (lambda: qk_norm(X, X, torch.ones(8), torch.ones(8).half()), "wq is .*, wk is"),
 }
 
 

@@ -3,7 +3,6 @@
 import functools
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import stepgraph.kernels.norm.cast  # noqa: F401  (defines norm_cast)
 from stepgraph.kernels import RMSNorm, layer_norm, qk_norm, rms_norm
-from stepgraph.kernels.norm import operators
 from tests.kernels.norm.cases import EPS, close, exact, rows
 
 ops = torch.ops.stepgraph
@@ -75,19 +73,6 @@ def test_opcheck_norm_backward(kind, needs, dh):
     _, _, mean, rstd = ops.norm(x.detach(), w.detach(), None, None, *norm, False)
     dh = leaf(3, 4, 8, seed=3) if dh else None
     opcheck(ops.norm_backward.default, (leaf(3, 4, 8, seed=2), x, w, mean, rstd, dh, *norm, BF16, *needs))
-
-
-@pytest.mark.parametrize("weights", [False, True])
-def test_opcheck_pair(weights):
-    q, k = leaf(3, 4, 8), leaf(3, 2, 8, seed=1)
-    wq, wk = (leaf(8, seed=2), leaf(2, 8, seed=3)) if weights else (None, None)
-    opcheck(ops.norm_pair.default, (q, k, wq, wk, *RMS))
-    _, _, rstd_q, rstd_k = ops.norm_pair(q, k, wq, wk, *RMS)
-    dyq, dyk = leaf(3, 4, 8, seed=4), leaf(3, 2, 8, seed=5)
-    opcheck(
-        ops.norm_pair_backward.default,
-        (dyq, dyk, q, k, wq, wk, rstd_q.detach(), rstd_k.detach(), *RMS, True, weights),
-    )
 
 
 # Every public function, as a function of the same tensors.
@@ -245,27 +230,6 @@ def test_a_residual_under_vmap_with_the_gradient_outside():
     torch.testing.assert_close(leaf.grad, theirs)
 
 
-@pytest.mark.parametrize("batched_weights", [False, True])
-def test_vmap_of_a_pair(batched_weights):
-    q, k = rows(5, 3, 4, 16), rows(5, 3, 2, 16, seed=1)
-    wq = rows(5, 16, seed=2) if batched_weights else rows(16, seed=2)
-    wk = rows(5, 2, 16, seed=3) if batched_weights else rows(2, 16, seed=3)
-    dims = (0, 0, 0, 0) if batched_weights else (0, 0, None, None)
-
-    def ours(*tensors):
-        return sum(y.pow(3).sum() for y in qk_norm(*tensors, EPS))
-
-    def theirs(q, k, wq, wk):
-        return sum(exact("rms", x, w, None, None)[0].pow(3).sum() for x, w in ((q, wq), (k, wk)))
-
-    for a, b in zip(
-        vmap(grad(ours, (0, 1, 2, 3)), dims)(q, k, wq, wk),
-        vmap(grad(theirs, (0, 1, 2, 3)), dims)(q, k, wq, wk),
-        strict=True,
-    ):
-        close(a / 256, b / 256, 16, 12)
-
-
 def test_gradient_per_sample_of_a_module():
     module, x = RMSNorm(16), rows(5, 4, 16)
     parameters = dict(module.named_parameters())
@@ -306,24 +270,3 @@ def test_import_needs_no_triton():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == pytest.approx(8.0)
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_pairs_are_planned_for_the_strides_that_are_launched(monkeypatch, dtype):
-    """Of gradients that are slices, or one row for all, also where one has another dtype."""
-    planned, launched = [], []
-
-    def plan(norm, need_dx, need_dw, config, *tensors):
-        planned.append([(t.stride(), t.dtype) for t in tensors])
-        return SimpleNamespace(run=lambda *given: launched.append([(t.stride(), t.dtype) for t in given[:6]]))
-
-    class OnGPU(torch.Tensor):
-        is_cuda = True
-
-    monkeypatch.setattr(operators, "_triton", lambda: SimpleNamespace(backward_pair_plan=plan))
-    q, k, w = (torch.empty(shape, dtype=BF16).as_subclass(OnGPU) for shape in ((2, 4, 16), (2, 2, 16), (16,)))
-    wide = torch.empty(2, 2, 23, dtype=dtype)
-    for dyk in (wide[..., :16], wide[:1, :1, :16].expand(2, 2, 16), wide[..., :16].contiguous()):
-        tensors = q, dyk, q, k, w, w
-        operators._pair_backward((BF16, "rms", 1e-5, 0.0), (True, True), *tensors)(*tensors, w, w)
-        assert planned.pop() == launched.pop()

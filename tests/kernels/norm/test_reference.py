@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.kernels.norm import planned, reference
-from stepgraph.kernels.norm.spec import FP8, Norm, check, check_pair, default_eps
+from stepgraph.kernels.norm.spec import FP8, Norm, check, default_eps
 from tests.kernels.norm.cases import EPS, close, exact, rows
 
 F64 = torch.float64
@@ -85,8 +85,6 @@ def test_a_plan_is_found_by_all_that_the_check_asks(dtype, monkeypatch):
     assert set(planned.PLANS.values()) == {True, False}
 
 
-def test_pair_of_another_kind():
-    with pytest.raises(ValueError, match="norm kind of a pair is 'layer'; allowed is 'rms'"):
-        check_pair(Norm("layer", 1e-5, 0.0, torch.float32), rows(4, 8), rows(4, 8), None, None)
+def test_another_kind():
     with pytest.raises(ValueError, match="norm kind 'group' is unknown; allowed are 'rms' and 'layer'"):
         check(Norm("group", 1e-5, 0.0, torch.float32), rows(4, 8), None, None, None)

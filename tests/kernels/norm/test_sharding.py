@@ -38,33 +38,14 @@ def check_rows(mesh, dim, norm_name, residual, per_head=False):
                 assert b.grad.placements == ((Shard(0) if shard_weights else Partial()),)
 
 
-def check_pair(mesh):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    from stepgraph.kernels import qk_norm
-    from tests.kernels.norm.cases import rows
-
-    whole = [rows(2, 4, 16, grad=True), rows(2, 2, 16, seed=1, grad=True)]
-    whole += [rows(16, seed=2, grad=True), rows(16, seed=3, grad=True)]
-    # Heads sharded, as tensor parallelism does: 4 and 2 of them, under weights that all heads share.
-    places = [Shard(1), Shard(1), Replicate(), Replicate()]
-    pieces = [distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in zip(whole, places, strict=True)]
-    for tensors in (whole, pieces):
-        yq, yk = qk_norm(*tensors)
-        (yq.pow(3).sum() + yk.pow(3).sum()).backward()
-    assert yq.placements == yk.placements == (Shard(1),)
-    for a, b in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(b.grad.full_tensor(), a.grad)
-
-
 def check_refused(mesh):
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from stepgraph.kernels import qk_norm, rms_norm
+    from stepgraph.kernels import rms_norm
     from tests.kernels.norm.cases import rows
 
     x = distribute_tensor(rows(4, 16), mesh, [Shard(1)])
-    for call in (lambda: rms_norm(x), lambda: rms_norm(x.detach().requires_grad_()), lambda: qk_norm(x, x)):
+    for call in (lambda: rms_norm(x), lambda: rms_norm(x.detach().requires_grad_())):
         with pytest.raises(ValueError, match=r"its normalized dimension 1 sharded; allowed is Replicate"):
             call()
 
@@ -79,7 +60,6 @@ def check_all():
                 check_rows(mesh, dim, norm, residual)
     check_rows(mesh, 0, "layer", True, per_head=True)
     check_rows(mesh, 1, "layer", True, per_head=True)
-    check_pair(mesh)
     check_refused(mesh)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from stepgraph.kernels.norm.triton.forward import load_weight, spread
-from stepgraph.kernels.norm.triton.partials import FANIN, counters_of, grid, tree
+from stepgraph.kernels.norm.triton.partials import grid
 from stepgraph.kernels.norm.triton.rows import (
     full,
     hold,
@@ -79,19 +79,21 @@ def store_sums(sums, out, head_block, part, shift, N: tl.constexpr, H: tl.conste
 
 
 @triton.jit
-def backward_rows(
+def backward_kernel(
     dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
     leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
-    program, programs,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
     G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     PERIOD: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr,
     HOLD_W: tl.constexpr, SUM: tl.constexpr, EXCHANGE: tl.constexpr, FINISH: tl.constexpr,
-    SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr, FANIN: tl.constexpr,
+    SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """All rows of one of ``programs`` programs, and its contribution to the sums over rows."""
+    """The rows of one program, and its contribution to the sums over rows. Grid: a multiple of
+    ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     LAYER: tl.constexpr = mean is not None
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
@@ -241,67 +243,6 @@ def backward_rows(
         if db is not None:
             store_sums(dbs, mine + (PLANES - 1) * pitch, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
         first = dw if dw is not None else db
-        if FINISH != "launch":
-            counters = (words + counters_at).to(tl.pointer_type(tl.int32), bitcast=True)
-        if FINISH == "tree":
-            tree(
-                partials, counters + (sum_block * SPLIT + part) * counters_of(slots), first, db,
-                slot, slots, sum_block, part, size, pitch, N, H, BH, SLICE, PLANES, SUM_WIDTH, FANIN,
-            )  # fmt: skip
         if FINISH == "grid":
+            counters = (words + counters_at).to(tl.pointer_type(tl.int32), bitcast=True)
             grid(partials, counters, first, db, program, programs, slots, size, pitch, PLANES, SUM_ROWS, SUM_WIDTH)
-
-
-@triton.jit
-def backward_kernel(
-    dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
-    leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
-    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
-    D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
-    G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
-    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    PERIOD: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr,
-    HOLD_W: tl.constexpr, SUM: tl.constexpr, EXCHANGE: tl.constexpr, FINISH: tl.constexpr,
-    SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
-    backward_rows(
-        dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
-        leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
-        tl.program_id(0), tl.num_programs(0),
-        N, H, OFFSET, D_ALIGN, D_TWO, H_ALIGN, H_TWO, G_ALIGN, G_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM, EXCHANGE, FINISH,
-        SUM_ROWS, SUM_WIDTH, FANIN,
-    )  # fmt: skip
-
-
-@triton.jit
-def backward_pair_kernel(
-    dyq, dyk, q, k, wq, wk, rstd_q, rstd_k, dq, dk, dwq, dwk, partials_q, partials_k, words,
-    counters_k_at, Mq, Mk, dq_outer, dq_inner, dq_size, dk_outer, dk_inner, dk_size,
-    q_outer, q_inner, q_size, k_outer, k_inner, k_size, programs_q,
-    N: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, OFFSET: tl.constexpr,
-    DQ_ALIGN: tl.constexpr, DQ_TWO: tl.constexpr, DK_ALIGN: tl.constexpr, DK_TWO: tl.constexpr,
-    Q_ALIGN: tl.constexpr, Q_TWO: tl.constexpr, K_ALIGN: tl.constexpr, K_TWO: tl.constexpr, BIG: tl.constexpr,
-    ROWS: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr, HOLD_W: tl.constexpr,
-    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, FINISH_Q: tl.constexpr, FINISH_K: tl.constexpr,
-    SUM_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """q and k: the first ``programs_q`` programs take q, the others k."""
-    program = tl.program_id(0)
-    if program < programs_q:
-        backward_rows(
-            dyq, q, wq, None, rstd_q, None, dq, dwq, None, partials_q, words,
-            0, 0, Mq, dq_outer, dq_inner, dq_size, q_outer, q_inner, q_size, 0, 0, 1, program, programs_q.to(tl.int32),
-            N, HQ, OFFSET, DQ_ALIGN, DQ_TWO, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            1, 1, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_Q, "wait", FINISH_Q, 1, SUM_WIDTH, FANIN,
-        )  # fmt: skip
-    else:
-        backward_rows(
-            dyk, k, wk, None, rstd_k, None, dk, dwk, None, partials_k, words,
-            0, counters_k_at, Mk, dk_outer, dk_inner, dk_size, k_outer, k_inner, k_size, 0, 0, 1,
-            (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
-            N, HK, OFFSET, DK_ALIGN, DK_TWO, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            1, 1, STAGES, HOLD_D, HOLD_H, HOLD_W, SUM_K, "wait", FINISH_K, 1, SUM_WIDTH, FANIN,
-        )  # fmt: skip

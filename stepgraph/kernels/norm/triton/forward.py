@@ -258,23 +258,24 @@ def forward_step(
 
 
 @triton.jit
-def forward_rows(
+def forward_kernel(
     x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
-    leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, program, programs,
+    leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
-    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr, FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
+    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
-    """All rows of one of ``programs`` programs: one step, or, where programs share rows, every ``P``-th step."""
+    """The rows of one program: one step, or, where programs share rows, every ``P``-th step. Grid: a multiple of
+    ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
     SLICE: tl.constexpr = BLOCK * PIECES
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
     SETS: tl.constexpr = H if PERIOD == 1 else PERIOD
     HEAD_BLOCKS: tl.constexpr = (SETS + BH - 1) // BH
     zero = (M >> 62).to(tl.int32)
-    part = program % SPLIT
-    group = program // SPLIT
+    part = tl.program_id(0) % SPLIT
+    group = tl.program_id(0) // SPLIT
     head = group % HEAD_BLOCKS * BH + tl.arange(0, ROWS) % BH
     shift = shift_of(group % HEAD_BLOCKS, N, SHIFT)
     first = group // HEAD_BLOCKS
@@ -289,7 +290,7 @@ def forward_rows(
             FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
-        P = programs // (SPLIT * HEAD_BLOCKS)
+        P = tl.num_programs(0) // (SPLIT * HEAD_BLOCKS)
         steps = tl.cdiv(tl.cdiv(M, SETS), ROWS // BH).to(tl.int32)
         KINDS: tl.constexpr = 1 + (mean is not None) + (scale is not None)
         if SPLIT > 1:
@@ -348,51 +349,3 @@ def sums_kernel(
         publish(share, share_slot(words, part * 0, 0, KINDS, SPLIT, ROWS, "publish"), part, part * 0, ROWS, "publish")
     slot = share_slot(words, part * 0, KINDS - 1, KINDS, SPLIT, ROWS, "publish")
     publish(squares, slot, part, part * 0, ROWS, "publish")
-
-
-@triton.jit
-def forward_kernel(
-    x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
-    leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
-    N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
-    X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
-    ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
-    PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
-    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
-):  # fmt: skip
-    """One tensor. Grid: a multiple of ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
-    forward_rows(
-        x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
-        leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, tl.program_id(0), tl.num_programs(0),
-        N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
-        ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE,
-        FP8_MAX, FP8_SMALLEST,
-    )  # fmt: skip
-
-
-@triton.jit
-def forward_pair_kernel(
-    q, k, wq, wk, yq, yk, rstd_q, rstd_k,
-    Mq, Mk, q_outer, q_inner, q_size, k_outer, k_inner, k_size, programs_q, eps,
-    N: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, OFFSET: tl.constexpr,
-    Q_ALIGN: tl.constexpr, Q_TWO: tl.constexpr, K_ALIGN: tl.constexpr, K_TWO: tl.constexpr, BIG: tl.constexpr,
-    ROWS: tl.constexpr, BHQ: tl.constexpr, BHK: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    SUM_Q: tl.constexpr, SUM_K: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
-):  # fmt: skip
-    """q and k: the first ``programs_q`` programs take q, the others k."""
-    program = tl.program_id(0)
-    if program < programs_q:
-        forward_rows(
-            q, None, wq, None, yq, None, None, rstd_q, None, None, None,
-            0, Mq, q_outer, q_inner, q_size, 0, 0, 1, eps, program, programs_q.to(tl.int32),
-            N, HQ, OFFSET, Q_ALIGN, Q_TWO, 1, False, BIG, ROWS, BHQ, BLOCK, PIECES, 1,
-            1, 1, SUM_Q, HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
-        )  # fmt: skip
-    else:
-        forward_rows(
-            k, None, wk, None, yk, None, None, rstd_k, None, None, None,
-            0, Mk, k_outer, k_inner, k_size, 0, 0, 1, eps,
-            (program - programs_q).to(tl.int32), (tl.num_programs(0) - programs_q).to(tl.int32),
-            N, HK, OFFSET, K_ALIGN, K_TWO, 1, False, BIG, ROWS, BHK, BLOCK, PIECES, 1,
-            1, 1, SUM_K, HOLD, HOLD_W, "before", "wait", FP8_MAX, FP8_SMALLEST,
-        )  # fmt: skip

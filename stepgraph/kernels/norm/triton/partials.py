@@ -4,26 +4,14 @@ Every program writes its partial sum to one slot of ``PLANES * pitch`` float32 (
 ``FINISH`` says how the slots are added up:
 
     direct   there is one program: it writes the gradient itself
-    tree     groups of `FANIN` programs; the last of a group to arrive adds the group's slots in the order of their
-             index, writes the sum as a slot of the next level, and is a member there. One launch, no waiting.
-    grid     all programs wait for the last one, then each adds up some columns. One cooperative launch; better than
-             the tree for long slots, many of which one program would add alone.
+    grid     all programs wait for the last one, then each adds up some columns. One cooperative launch.
     launch   a second launch, `add_slots_kernel`, adds up columns.
 
-Which program arrives last varies; the order of the additions does not. Counters are zero before and after.
+The order of the additions is fixed. Counters are zero before and after.
 """
 
 import triton
 import triton.language as tl
-
-#: Programs of a group of the tree.
-FANIN = tl.constexpr(16)
-
-
-@triton.jit
-def counters_of(P):
-    """Counters that a tree over ``P`` programs needs, at most: one for each group on each level."""
-    return P // 15 + 8
 
 
 @triton.jit
@@ -45,46 +33,6 @@ def write_gradients(value, first, second, at, mask, size, pitch, PLANES: tl.cons
     if PLANES == 2:
         inside = mask & (at >= pitch) & (at < pitch + size)
         tl.store(second + (at - pitch), value.to(second.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def tree(
-    partials, counters, first, second, p, P, head_block, part, size, pitch,
-    N: tl.constexpr, H: tl.constexpr, BH: tl.constexpr, SLICE: tl.constexpr, PLANES: tl.constexpr,
-    WIDTH: tl.constexpr, FANIN: tl.constexpr,
-):  # fmt: skip
-    """Add the slots of ``P`` programs (this one is ``p``) over the columns and heads of this program."""
-    stride = pitch * PLANES
-    base = 0
-    group_counter = counters
-    index = p
-    count = P
-    alive = True
-    while alive:
-        groups = tl.cdiv(count, FANIN)
-        group = index // FANIN
-        members = tl.minimum(FANIN, count - group * FANIN)
-        tl.debug_barrier()
-        alive = tl.atomic_add(group_counter + group, 1, sem="acq_rel", scope="gpu") == members - 1
-        if alive:
-            tl.atomic_xchg(group_counter + group, 0, sem="relaxed", scope="gpu")
-            for plane in range(PLANES):
-                for i in range(BH):
-                    head = head_block * BH + i
-                    for c in range(0, SLICE, WIDTH):
-                        col = part * SLICE + c + tl.arange(0, WIDTH)
-                        at = plane * pitch + head * N + col
-                        mask = (col < N) & (c + tl.arange(0, WIDTH) < SLICE) & (head < H)
-                        value = add_slots(partials, base + group * FANIN, members, at, mask, stride, FANIN, WIDTH)
-                        if groups == 1:
-                            write_gradients(value, first, second, at, mask, size, pitch, PLANES)
-                        else:
-                            tl.store(partials + (base + count + group).to(tl.int64) * stride + at, value, mask=mask)
-            alive = groups > 1
-            base += count
-            group_counter += groups
-            index = group
-            count = groups
 
 
 @triton.jit

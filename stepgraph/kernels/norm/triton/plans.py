@@ -15,7 +15,6 @@ from stepgraph.compat import empty_strided
 from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem, hardware, head_block, runs, vector
 from stepgraph.kernels.norm.triton.config.rules import preferences
 from stepgraph.kernels.norm.triton.launch import INTERPRETED, Launch, current_device, raw_stream
-from stepgraph.kernels.norm.triton.partials import FANIN
 from stepgraph.kernels.norm.triton.rows import rows_of
 from stepgraph.kernels.norm.triton.workspace import zeros
 
@@ -213,17 +212,8 @@ def finish_of(problem: Problem, config: Config, cover: Cover) -> str:
     """``FINISH`` of a launch: see `partials`."""
     if cover.slots == 1 or not problem.sums:
         return "direct"
-    if problem.period > 1 and config.split > 1 and config.finish == "tree":
-        return "launch"  # parts of rows that begin elsewhere end elsewhere: a tree adds up one part's columns
     # Under the interpreter programs cannot wait for each other.
     return "launch" if INTERPRETED and config.finish == "grid" else config.finish
-
-
-def counters_of(finish: str, cover: Cover) -> int:
-    """Counters (int32) that a launch needs: see `partials.counters_of`."""
-    if finish == "tree":
-        return (cover.slots // 15 + 8) * cover.grid // cover.slots
-    return 2 if finish == "grid" else 0
 
 
 def pitch_of(problem: Problem) -> int:
@@ -231,17 +221,8 @@ def pitch_of(problem: Problem) -> int:
     return -(-problem.heads * problem.N // 4) * 4
 
 
-def partials_of(problem: Problem, finish: str, cover: Cover) -> int:
-    """Elements of all slots; a tree's upper levels add less than a fifteenth of the lowest, plus a few."""
-    if finish == "direct":
-        return 0
-    return (cover.slots + (cover.slots // 15 + 8 if finish == "tree" else 0)) * problem.sums * pitch_of(problem)
-
-
-def sum_tile(finish: str, config: Config, cover: Cover, slot: int) -> dict[str, int]:
+def sum_tile(config: Config, cover: Cover, slot: int) -> dict[str, int]:
     """Slots and columns added at once: about 32 registers of every thread. ``slot``: elements of one."""
-    if finish == "tree":
-        return {"SUM_ROWS": FANIN.value, "SUM_WIDTH": min(config.block, 2 * config.threads)}
     # Few columns per program while programs would idle; 8 columns are 32 bytes, the least that memory moves.
     width = min(32, max(8, 1 << (slot // cover.grid).bit_length()))
     return {"SUM_ROWS": min(1 << (cover.slots - 1).bit_length(), 32 * config.threads // width), "SUM_WIDTH": width}

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.norm.spec import FP8, Norm
-from stepgraph.kernels.norm.triton import partials, plans
+from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.config.limits import Config
 from stepgraph.kernels.norm.triton.launch import INTERPRETED
 from stepgraph.kernels.norm.triton.rows import rows_of
@@ -153,15 +152,12 @@ def test_casts_beside_have_the_bits_of_those_apart(shape, kind, dtype, out, stre
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 5, 17])
-@pytest.mark.parametrize("finish", ["tree", "launch"])
-def test_sums_over_any_number_of_programs(programs, finish, monkeypatch):
-    """Every depth of a tree of groups of four, full groups and lone members."""
-    monkeypatch.setattr(partials, "FANIN", tl.constexpr(4))
+def test_sums_over_any_number_of_programs(programs, monkeypatch):
     monkeypatch.setattr(plans, "INTERPRETED_HARDWARE", plans.INTERPRETED_HARDWARE._replace(processors=1))
     x, dy = (tensor((programs * 2 - 1, 20), torch.float32, "contiguous", seed) for seed in (0, 1))
     weight = torch.ones(20)
     rstd = torch.ones(len(x))
-    config = Config(1, 16, 1, 1, programs, finish=finish)
+    config = Config(1, 16, 1, 1, programs)
     got = triton_norm.backward(
         Norm("layer", EPS, 0.0, x.dtype), dy, x, weight, torch.zeros(len(x)), rstd, None, x.dtype, True, True, True,
         config=config,

@@ -70,7 +70,6 @@ def configs(backward: bool, split: bool, weights: tuple[str, ...] = ("before",))
         stages=st.just(1),
         programs=st.sampled_from((1, 2, 5) if backward else (0, 1, 3)),
         split=st.sampled_from((1, 2, 3)) if split else st.just(1),
-        finish=st.sampled_from(("tree", "launch")) if backward else st.just("tree"),
         weight=st.sampled_from(weights),
         exchange=st.sampled_from(("wait", "launch")) if split and not backward else st.just("wait"),
     )

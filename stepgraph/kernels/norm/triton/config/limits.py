@@ -29,8 +29,8 @@ class Config:
     """Programs per processor, each striding over the steps; 0: one program per step."""
     split: int = 1
     """Programs that share a row."""
-    finish: str = "tree"
-    """How sums over rows are added up: "tree", "grid" or "launch" (see `partials`); unused forward."""
+    finish: str = "launch"
+    """How sums over rows are added up: "grid" or "launch" (see `partials`); unused forward."""
     hold_weight: bool = True
     """Keep the weight in 16 bits and convert it at each use: fewer registers, more instructions."""
     weight: str = "before"

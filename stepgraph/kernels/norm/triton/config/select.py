@@ -1,17 +1,14 @@
 """The configuration of a call: the first of the `rules` that fits."""
 
 import functools
-from dataclasses import replace
 
 from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem, fits, register_estimate, runs
 from stepgraph.kernels.norm.triton.config.rules import preferences
 
 
 @functools.lru_cache(maxsize=4096)
-def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
+def _select(problem: Problem, hw: Hardware) -> Config:
     tried = list(preferences(problem, hw))
-    if not alone:
-        tried = [replace(config, finish="tree") for config in tried if config.split == 1]
     for config in tried:
         if fits(problem, config, hw):
             return config
@@ -29,13 +26,12 @@ def _select(problem: Problem, hw: Hardware, alone: bool) -> Config:
     return min(possible, key=lambda config: (register_estimate(problem, config), config.rows))
 
 
-def select(problem: Problem, hw: Hardware, *, alone: bool = True) -> Config:
+def select(problem: Problem, hw: Hardware) -> Config:
     """The configuration of a call: fixed by its shape and dtypes, so that results repeat bit for bit.
 
-    Unless ``alone`` (a launch over two tensors is not), no program waits for another. Raises ValueError for rows too
-    long for all processors together, or, with per-head weights, for one program.
+    Raises ValueError for rows too long for all processors together, or, with per-head weights, for one program.
     """
-    return _select(problem._replace(M=_rounded(problem.M)), hw, alone)
+    return _select(problem._replace(M=_rounded(problem.M)), hw)
 
 
 def _rounded(rows: int) -> int:
