@@ -100,12 +100,7 @@ def estimate_memory(graph: fx.Graph, *, fused: bool = False) -> MemoryEstimate:
 
 
 def peak_bytes(program: StepProgram, *, fused: bool = False) -> int:
-    """Estimated peak bytes of the calls of ``program``; see `call_bytes`."""
-    return max(call_bytes(program, fused=fused), default=0)
-
-
-def call_bytes(program: StepProgram, *, fused: bool = False) -> list[int]:
-    """Estimated peak bytes of each call of ``program``, one after the other. Next to what a call needs lie the state
+    """Estimated peak bytes of the calls of ``program``, one after the other. Next to what a call needs lie the state
     that only other graphs take, and the values that calls have given and later ones are still to read. ``fused``: see
     `estimate_memory`."""
     state = {name: _state_bytes(step) for name, step in program.graphs.items()}
@@ -116,16 +111,16 @@ def call_bytes(program: StepProgram, *, fused: bool = False) -> list[int]:
         + sum(size for spec, size in whole.items() if spec not in state[name])
         for name, step in program.graphs.items()
     }
-    last, found = program.last_reads(), []
+    last, peak = program.last_reads(), 0
     held: dict[ValueKey, _Memory] = {}
     for place, call in enumerate(program.schedule):
-        found.append(needs[call.graph] + sum(dict(held.values()).values()))
+        peak = max(peak, needs[call.graph] + sum(dict(held.values()).values()))
         made = _made(program, call, held)
         for _, what in program.graphs[call.graph].bound():
             if isinstance(what, Value) and last[value := program.value_key(what, call)] == place:
                 held.pop(value, None)
         held |= {value: memory for value, memory in made.items() if value in last}
-    return found
+    return peak
 
 
 #: A name for the memory of values, and its bytes: views of one tensor share it.

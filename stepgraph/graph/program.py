@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from stepgraph.graph.report import PassReport
-from stepgraph.graph.stages import joined
 from stepgraph.graph.step_graph import Call, Kind, StepGraph
 from stepgraph.graph.values import Value
 
@@ -40,12 +39,6 @@ class StepProgram:
         """``microbatch`` called ``n`` times, then ``update``."""
         calls = [Call(Kind.MICROBATCH, microbatch=k) for k in range(n)]
         return cls({"microbatch": microbatch, "update": update}, [*calls, Call(Kind.UPDATE)])
-
-    def with_last_joined(self) -> "StepProgram":
-        """An accumulation whose last microbatch and update are one graph, which passes see together."""
-        *calls, _, _ = self.schedule
-        update = Call(Kind.UPDATE, microbatch=len(calls))
-        return StepProgram(self.graphs | {"update": joined(*self.graphs.values())}, [*calls, update])
 
     @property
     def main(self) -> StepGraph:

@@ -34,7 +34,6 @@ class Kind(StrEnum):
     SEND_BACKWARD = auto()  # to the stage before
     RECEIVE_FORWARD = auto()  # from the stage before
     RECEIVE_BACKWARD = auto()  # from the next stage
-    PREFETCH = auto()  # copies of optimizer state to the device begin, before the update
     SHARE_LOSS = auto()  # the last stage's loss, to all stages
     UPDATE = auto()
 
@@ -118,8 +117,8 @@ class StepGraph:
     ``recording``: set where the step shall run as CUDA graphs: the report of the pass that asked for it, which a runner
     completes. See `stepgraph.run`. ``in_flight``: how many microbatches' values forward keeps for backward at one time.
     ``on_host``: names of nodes that no CUDA graph can hold then, and why. ``stage``: its number in a pipeline.
-    ``once``: graphs that a step calls once for all of its microbatches, next to its calls of this one: ``GATHER`` and
-    ``PREFETCH`` before them, whose values they read, and ``REDUCE`` after them.
+    ``once``: graphs that a step calls once for all of its microbatches, next to its calls of this one: ``GATHER``
+    before them, whose values they read, and ``REDUCE`` after them.
     """
 
     module: fx.GraphModule

@@ -11,7 +11,7 @@ from stepgraph.capture.fake import OpenSizes
 from stepgraph.capture.forward import trace_forward
 from stepgraph.errors import first_line, warn_caller
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import Kind, StepGraph
+from stepgraph.graph.step_graph import StepGraph
 from stepgraph.lower.gpu_trace import traced_as
 from stepgraph.lower.peak import PeakSearch, fitted, peak_search, room_for_state
 from stepgraph.lower.spec import StepSpec
@@ -23,12 +23,9 @@ from stepgraph.passes import (
     dry_run,
     prepare,
     record_whole,
-    resolve,
     run_passes,
     split_at_pipeline_cut,
 )
-from stepgraph.passes.memory.prefetch import before_update, with_prefetch
-from stepgraph.passes.optimizer.offload import movable
 
 
 @compat.collector_off()  # once for both parts: it would walk the trace again after each
@@ -92,19 +89,9 @@ def rewritten(program: StepProgram, spec: StepSpec, target: Target | None, dump:
     if spec.pipeline is not None:
         return _staged(program, spec, spec.pipeline, target, dump)
     several = len(program.graphs) > 1
-    if several and _prefetches(program, spec, target):
-        program = program.with_last_joined()
     for name, graph in program.graphs.items():
         rewrite_graph(graph, spec.passes, spec.disable, target, name, dump and (dump / name if several else dump))
     return program
-
-
-def _prefetches(program: StepProgram, spec: StepSpec, target: Target | None) -> bool:
-    """Whether optimizer state of ``program`` is on the host, and may come before the update begins."""
-    update = program.graphs.get(Kind.UPDATE)
-    passes = {p.name: p.options for p in resolve(spec.passes, spec.disable, target or Target.on(spec.device))}
-    offload = passes.get("offload_optimizer")
-    return bool("prefetch_state" in passes and offload and offload.state and update and movable(update))
 
 
 def _staged(
@@ -130,14 +117,8 @@ def _staged(
         apply(graph, apart, name)
     for name, graph in once.items():
         apply(graph, spec.passes, name)
-    passes = resolve(spec.passes, spec.disable, target or Target.of(micro))
-    at = next((i for i, p in enumerate(passes) if p.name == "prefetch_state"), len(passes))
-    apply(update, passes[:at], "update")
+    apply(update, spec.passes, "update")
     made = stages.program(pieces | once, update)
-    if at < len(passes):
-        calls = before_update(made, passes[at].options.compiled)
-        apply(update, [passes[at].with_options(calls=calls), *passes[at + 1 :]], "update")
-        made = with_prefetch(made, calls)
     made.log = [report for graph in stages.whole.values() for report in graph.log]
     record_whole(made)
     return made

@@ -1,61 +1,20 @@
 """Which passes run, in which order. Read this list first."""
 
+import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import stepgraph.passes.attention.choose
-import stepgraph.passes.attention.fuse
-import stepgraph.passes.attention.window
-import stepgraph.passes.cleanup.casts
-import stepgraph.passes.cleanup.constants
-import stepgraph.passes.cleanup.dead_code
-import stepgraph.passes.cleanup.index_gradients
-import stepgraph.passes.cleanup.masks
-import stepgraph.passes.cleanup.rows
-import stepgraph.passes.cleanup.views
-import stepgraph.passes.comm.async_tensor_parallel
-import stepgraph.passes.comm.bucket
-import stepgraph.passes.comm.copy_engines
-import stepgraph.passes.comm.gather_fp8
-import stepgraph.passes.comm.once
-import stepgraph.passes.comm.overlap_experts
-import stepgraph.passes.comm.unshard
-import stepgraph.passes.compile.cuda_graph
-import stepgraph.passes.compile.inductor
-import stepgraph.passes.compile.tag
-import stepgraph.passes.embedding.gradient
-import stepgraph.passes.loss.fuse
-import stepgraph.passes.matmul.bitsandbytes
-import stepgraph.passes.matmul.concat_sums
-import stepgraph.passes.matmul.contract
-import stepgraph.passes.matmul.epilogues
-import stepgraph.passes.matmul.fp8
-import stepgraph.passes.matmul.fuse_casts
-import stepgraph.passes.matmul.gelu
-import stepgraph.passes.matmul.lora
-import stepgraph.passes.matmul.tune
-import stepgraph.passes.memory.fit
-import stepgraph.passes.memory.prefetch
-import stepgraph.passes.memory.recompute
-import stepgraph.passes.memory.rematerialize
-import stepgraph.passes.memory.tiles
-import stepgraph.passes.moe.adapters
-import stepgraph.passes.moe.exchange
-import stepgraph.passes.moe.experts
-import stepgraph.passes.moe.fp8
-import stepgraph.passes.moe.products
-import stepgraph.passes.moe.swiglu
-import stepgraph.passes.moe.unread
-import stepgraph.passes.moe.weighting
-import stepgraph.passes.norm.fuse
-import stepgraph.passes.norm.modulated
-import stepgraph.passes.optimizer.expand
-import stepgraph.passes.optimizer.inplace
-import stepgraph.passes.optimizer.offload  # noqa: F401  (passes register themselves)
 from stepgraph.options import StepOptions, choices
 from stepgraph.passes.contract import PASSES, Pass
 from stepgraph.passes.options import check_step
+
+# Passes register themselves when their modules, in the folders next to this file, are imported.
+for _found in pkgutil.walk_packages([str(Path(__file__).parent)], "stepgraph.passes."):
+    if _found.name.count(".") > 2:
+        importlib.import_module(_found.name)
 
 #: Every pass in the order it runs. `exact` is this list without the `numerics` tier.
 ORDER = (
@@ -107,7 +66,6 @@ ORDER = (
     "gelu_kernels",  # numerics: GELU between products by our kernels, with the bias's gradient
     "concat_sums",  # numerics: gradients of queries, keys and values side by side, with the bias's
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
-    "prefetch_state",  # optimizer state comes from the host during backward
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms
     "tag_regions",  # what regional Inductor compiles
     "rematerialize",  # what a compiler's kernels carry from forward to backward

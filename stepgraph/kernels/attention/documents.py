@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stepgraph.kernels.attention.reference import attend, gradients, wide
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
@@ -66,7 +67,7 @@ def attend_documents(
     return document_attention(query, key, value, offsets, longest, causal, left, scale, key_offsets, key_longest)[0]
 
 
-def _hidden(offsets: Tensor, key_offsets: Tensor, queries: int, keys: int, causal: bool, left: int) -> Tensor:
+def _hidden(offsets: Tensor, key_offsets: Tensor | None, queries: int, keys: int, causal: bool, left: int) -> Tensor:
     """(T, S), true where a query (row) does not see a key (column)."""
 
     def placed(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,8 @@ def _hidden(offsets: Tensor, key_offsets: Tensor, queries: int, keys: int, causa
         document = torch.searchsorted(ends, place, right=True)
         return document, place - ends[document.clamp(max=len(ends) - 1)]
 
-    (document, query), (other, key) = placed(offsets, queries), placed(key_offsets, keys)
+    of_keys = offsets if key_offsets is None else key_offsets
+    (document, query), (other, key) = placed(offsets, queries), placed(of_keys, keys)
     document, query = document.unsqueeze(1), query.unsqueeze(1)
     hidden = document != other
     if causal:
@@ -85,61 +87,24 @@ def _hidden(offsets: Tensor, key_offsets: Tensor, queries: int, keys: int, causa
     return hidden
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _heads(x: Tensor, repeated: int = 1) -> Tensor:
-    """(H, T, D) of (T, H, D), wide, each head ``repeated``."""
-    return x.to(_wide(x)).transpose(0, 1).repeat_interleave(repeated, 0)
-
-
-def _scores(
-    query: Tensor, key: Tensor, offsets: Tensor, key_offsets: Tensor | None, causal: bool, left: int, scale: float
-) -> Tensor:
-    """(H, T, S), scaled; -inf where hidden."""
-    q, k = _heads(query), _heads(key, query.shape[1] // key.shape[1])
-    hidden = _hidden(offsets, offsets if key_offsets is None else key_offsets, len(query), len(key), causal, left)
-    return (q @ k.mT * scale).masked_fill(hidden, -math.inf)
-
-
 def reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    causal: bool,
-    left: int,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, causal: bool, left: int, scale: float,
     key_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`document_attention` in plain torch: everything in fp32, or fp64 for fp64, rounded once."""
-    scores = _scores(query, key, offsets, key_offsets, causal, left, scale)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ _heads(value, query.shape[1] // value.shape[1])
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`document_attention` in plain torch, rounded once."""
+    hidden = _hidden(offsets, key_offsets, len(query), len(key), causal, left)
+    out, lse = attend(*(x.transpose(0, 1) for x in (query, key, value)), hidden, scale)
     return out.transpose(0, 1).to(query.dtype).contiguous(), lse
 
 
 def reference_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    causal: bool,
-    left: int,
-    scale: float,
-    key_offsets: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients in plain torch. Source: Dao et al., "FlashAttention", 2022, appendix B."""
-    shared = query.shape[1] // key.shape[1]
-    p = (_scores(query, key, offsets, key_offsets, causal, left, scale) - lse.unsqueeze(-1)).exp()
-    dy, q, k, v, y = _heads(grad_out), _heads(query), _heads(key, shared), _heads(value, shared), _heads(out)
-    ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) * scale
-    dk, dv = ((a.mT @ b).unflatten(0, (-1, shared)).sum(1) for a, b in ((ds, q), (p, dy)))
-    grads = zip((query, key, value), (ds @ k, dk, dv), strict=True)
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, offsets: Tensor,
+    causal: bool, left: int, scale: float, key_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients in plain torch."""
+    hidden = _hidden(offsets, key_offsets, len(query), len(key), causal, left)
+    dy, q, k, v, y = (x.transpose(0, 1) for x in (grad_out, query, key, value, out))
+    grads = zip((query, key, value), gradients(dy, q, k, v, y, lse, hidden, scale), strict=True)
     return tuple(grad.transpose(0, 1).to(x.dtype).contiguous() for x, grad in grads)
 
 
@@ -168,7 +133,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, key_offse
 
 def _empty(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     T, H = query.shape[:2]
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=_wide(query))
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(H, T, dtype=wide(query))
 
 
 @operator(_empty, check=lambda *given: _check(*given[:4], *given[8:9]))

@@ -18,11 +18,10 @@ from types import ModuleType
 
 import torch
 
+from stepgraph.kernels.attention.reference import attend, gradients, wide
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
-
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def installed() -> bool:
@@ -53,34 +52,27 @@ def _package() -> ModuleType:
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """`flash4_attention` in plain torch: everything in fp32, or fp64 for fp64, rounded once."""
-    q, k, v = (x.to(_wide(query)) for x in (query, key, value))
-    scores, _ = _scores(q, k, scale, is_causal)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ _repeated(v, q)
+    """`flash4_attention` in plain torch, rounded once."""
+    out, lse = attend(query, key, value, *_options(query, key, scale, is_causal))
     made, log_sum = _results(query, value)
     return made.copy_(out), log_sum.copy_(lse)
 
 
 def reference_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    scale: float | None,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, scale: float | None,
     is_causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`flash4_attention_backward` in plain torch. Source: Dao et al., "FlashAttention", 2022, appendix B."""
-    dy, q, k, v, y = (x.to(_wide(query)) for x in (grad_out, query, key, value, out))
-    scores, factor = _scores(q, k, scale, is_causal)
-    p = (scores - logsumexp.unsqueeze(-1)).exp()
-    ds = p * (dy @ _repeated(v, q).mT - (dy * y).sum(-1, keepdim=True)) * factor
-    groups = (k.shape[1], q.shape[1] // k.shape[1])
-    dk, dv = ((a.mT @ b).unflatten(1, groups).sum(2) for a, b in ((ds, q), (p, dy)))
-    dq = ds @ _repeated(k, q)
-    return tuple(torch.empty_like(x).copy_(grad) for x, grad in zip((query, key, value), (dq, dk, dv), strict=True))
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`flash4_attention_backward` in plain torch."""
+    options = _options(query, key, scale, is_causal)
+    grads = zip((query, key, value), gradients(grad_out, query, key, value, out, logsumexp, *options), strict=True)
+    return tuple(torch.empty_like(x).copy_(grad) for x, grad in grads)
+
+
+def _options(query: Tensor, key: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor | None, float]:
+    """What is hidden, and the scale."""
+    shape = query.shape[2], key.shape[2]
+    hidden = torch.ones(shape, dtype=torch.bool, device=query.device).triu(1) if is_causal else None
+    return hidden, 1 / math.sqrt(query.shape[3]) if scale is None else scale
 
 
 def run_forward(
@@ -182,23 +174,4 @@ def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     B, H, T, _ = query.shape
     outer_first = sorted(range(4), key=lambda dim: -query.stride(dim))
     out = torch.empty_permuted((B, H, T, value.shape[3]), outer_first, dtype=query.dtype, device=query.device)
-    return out, query.new_empty(B, H, T, dtype=_wide(query))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _scores(q: Tensor, k: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, float]:
-    """(B, H, T, S), scaled and masked; and the scale."""
-    factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    scores = q @ _repeated(k, q).mT * factor
-    if is_causal:
-        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    return scores, factor
-
-
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values, once for each head of ``q``."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+    return out, query.new_empty(B, H, T, dtype=wide(query))

@@ -13,16 +13,13 @@ from torch import nn
 
 import stepgraph
 from stepgraph.capture import trace_step
-from stepgraph.costs.memory import estimate_memory, peak_bytes
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.facts import is_mutating
 from stepgraph.graph.host_copies import COPIES, OFFLOAD_BEGIN, RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END, on_host
-from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.kernels.offload import page_locked
-from stepgraph.lower import StepSpec, lower
 from stepgraph.passes import StepOptions, Target, configured, get, run_passes
-from stepgraph.passes.compile.blocks import consecutive
 
 EXPAND = dataclasses.replace(get("expand_optimizer"), needs_cuda=False)
 ops = torch.ops.stepgraph
@@ -107,49 +104,6 @@ def test_an_update_that_is_left_out_leaves_the_state(bad):
     assert not step.metrics["skipped"]
 
 
-def test_with_accumulation_the_first_parts_come_during_the_last_backward():
-    """The last microbatch and the update are one graph; the peak stays what it is."""
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    optimizer, made = torch.optim.AdamW(model.parameters(), fused=True), []
-    for disable in ((), ("prefetch_state",)):
-        spec = StepSpec(model, mse, torch.zeros(3 * 512, 256), optimizer, accumulate=3, passes=passes_of(True, 1))
-        made.append(lower(dataclasses.replace(spec, disable=disable), Target("cuda", simulated=True)).program)
-        graphs = [call.graph for call in made[-1].schedule]
-        assert graphs == ["microbatch"] * (3 if disable else 2) + ["update"]
-    found, plain = made
-    assert peak_bytes(found) == peak_bytes(plain) and found.microbatches == plain.microbatches == 3
-    phases = [phase_of(node) for node in found.graphs["update"].graph.nodes if node.target is RELOAD_BEGIN]
-    assert phases[:4] == ["backward"] * 4 and phases[4:] == ["optimizer"] * 12
-    report = found.graphs["update"].log[-1]
-    assert report.name == "prefetch_state" and report.changed == 4 and report.added_s < 0
-
-
-class Uneven(nn.Module):
-    """Writes buffers, draws numbers, and has constants of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside, self.norm, self.out = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        x = F.dropout(self.norm(self.inside(x)), 0.5, self.training)
-        stepgraph.metric("mean", x.mean())
-        return self.out(x * torch.tensor([1.0, 2.0] * 8)) + torch.tensor(0.5)
-
-
-def test_a_joined_microbatch_draws_writes_and_reports_as_others_do():
-    def run(offload):
-        torch.manual_seed(0)
-        model, batch = Uneven(), torch.randn(12, 8)
-        optimizer = torch.optim.AdamW(model.parameters())  # its own step, with constants too
-        step = stepgraph.capture(model, mse, batch, optimizer, accumulate=3, passes=passes_of(offload))
-        losses = [step(batch) for _ in range(3)]
-        return [*losses, *model.state_dict().values(), *step.metrics.values()], step.program.schedule
-
-    (plain, before), (found, after) = run(False), run(True)
-    assert all(map(torch.equal, plain, found)) and len(before) == len(after) + 1
-
-
 def test_it_is_verified_with_eager_and_captured_again():
     """State that `load_state_dict` creates from a checkpoint is offloaded too."""
     step = trained("fused", passes_of(True))[2]
@@ -199,44 +153,6 @@ def test_three_parts_are_on_the_device():
     assert {targets.count(t) for t in (RELOAD_BEGIN, RELOAD_END, STORE_BEGIN, STORE_END)} == {16}
     copies = assumed_timeline(graph).copies
     assert sum(copy.bytes for copy in copies) == 2 * state and sum(copy.back for copy in copies) == len(copies) / 2
-
-
-@pytest.mark.parametrize(("rows", "late"), [(4, False), (2**20, True)])
-def test_the_first_parts_come_during_backward(rows, late):
-    """As late as their copies take, where the peak has room: it stays what it is."""
-    passes = passes_of(True, 1)
-    plain, found = (large(1, rows, [p for p in passes if p.name != left]) for left in ("prefetch_state", ""))
-    report = found.log[-1]
-    assert report.name == "prefetch_state" and (report.changed, report.matched) == (4, 16) and report.added_s < 0
-    assert estimate_memory(found.graph).peak == estimate_memory(plain.graph).peak
-    reloads = [node for node in found.graph.nodes if node.target is RELOAD_BEGIN]
-    phases = [phase_of(node) for node in reloads]
-    assert phases == ["backward"] * 4 + ["optimizer"] * (len(reloads) - 4)
-    backward = list(found.nodes("backward"))
-    assert (backward.index(reloads[0]) > len(backward) / 2) == late
-    assert assumed_timeline(found.graph).step_seconds < assumed_timeline(plain.graph).step_seconds
-
-
-def test_state_comes_between_the_pieces_of_a_compiler():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(6)))
-    model.forward = lambda x: functools.reduce(lambda x, layer: layer(x).tanh(), model[1], model[0](x))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def pieces(compiled):
-        step = trace_step(model, mse, torch.zeros(2**20, 1).expand(-1, 64), optimizer, room=0.0).program.main
-        passes = passes_of(True, 1)
-        passes = [p.with_options(compiled=bool(compiled)) if p.name == "prefetch_state" else p for p in passes]
-        passes = [p for p in passes if p.name != "prefetch_state" or compiled is not None]
-        run_passes(step, passes, target=Target("cuda", simulated=True))
-        nodes = [node for node in step.graph.nodes if phase_of(node) in ("forward", "loss", "backward")]
-        moved = [node for node in nodes if node.target is RELOAD_BEGIN]
-        kept = set(nodes)
-        found = consecutive(step, lambda node: "step" if node in kept and node.target not in COPIES else None, cut=True)
-        return len(moved), len(found)
-
-    (none, fewest), (moved, same), (split, more) = map(pieces, (None, True, False))
-    assert not none and moved and split and fewest == same < more
 
 
 def test_activations_come_before_state():
