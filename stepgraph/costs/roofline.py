@@ -19,6 +19,7 @@ from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import WAIT
 from stepgraph.graph.facts import is_mutating, is_pointwise, leaves_rest, of_target, packet, returns_view, tensor_bytes
 from stepgraph.graph.host_copies import COPIES
+from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
 
 # Groups of nodes that a compiler fuses into one kernel: values inside one cost no memory and no traffic.
@@ -33,6 +34,9 @@ _FUSIBLE = {
     aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
     aten._log_softmax_backward_data, aten.slice_backward, aten.select_backward, aten.constant_pad_nd,
 }  # fmt: skip
+
+#: Phases whose nodes may run as late as what reads them.
+_LATE = ("backward", "optimizer")
 
 #: Updates into whose kernels a compiler takes the clipping of their gradients.
 _UPDATES = (aten._fused_adam_, aten._fused_adamw_)
@@ -54,8 +58,9 @@ class Fusion:
     Two fusible nodes are one kernel if one reads the other and no other kind of node lies on a path between them: a
     node's level counts the nodes that cannot be fused on the longest path to it, and equal levels exclude one between.
     Forward and backward are never joined; the loss goes with backward. With ``fused`` False each node is a kernel of
-    its own. What backward makes early for what it runs later alone, such as cheap nodes that it computes again, has the
-    level of its first reader. A sum along columns is a kernel of its own where what it reads is in memory anyway.
+    its own. What backward or the update makes early for what it runs later alone, such as cheap nodes that it computes
+    again, has the level of its first reader. A sum along columns is a kernel of its own where what it reads is in
+    memory anyway.
     """
 
     def __init__(self, graph: fx.Graph, aliases: Aliases, fused: bool):
@@ -73,6 +78,8 @@ class Fusion:
                     alike = source in fusible and level[source] == level[node] and _side(source) == _side(node)
                     if alike and not (source in stored and _sums_columns(node)):
                         self._unite(source, node)
+            elif node.target is aten.copy_.default and node.meta.get(COMPILE):
+                self._unite(sources[1], node)  # an update written out: what it computes is stored in the state alone
             elif packet(node) in _UPDATES:
                 clipped = {aliases.root(grad) for grad in node.args[1]}
                 for clip in graph.find_nodes(op="call_function", target=aten.mul_.Tensor):
@@ -108,11 +115,11 @@ def _levels(graph: fx.Graph, aliases: Aliases) -> tuple[dict[fx.Node, int], set[
             stored.update(sources)
     first: dict[fx.Node, int] = {}  # the lowest level that reads each result
     for node in reversed(graph.nodes):
-        if node in fusible and phase_of(node) == "backward":
+        if node in fusible and phase_of(node) in _LATE:
             level[node] = max(level[node], first.get(node, 0))
         if not is_free(node):
             for source in map(aliases.root, node.all_input_nodes):
-                reads = level[node] if phase_of(node) == "backward" else 0
+                reads = level[node] if phase_of(node) in _LATE else 0
                 first[source] = min(first.get(source, reads), reads)
     return level, fusible, stored & fusible
 

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 import stepgraph
 from stepgraph.capture import gradients, trace_step
+from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph import edit
 from stepgraph.passes import get, run_passes
 
@@ -206,3 +207,17 @@ def test_small_parameters_are_counted_over_all_updates():
     assert step.report[-1].summary.endswith("10 small ones together by the fused kernel")
     updates = [n for n in step.graph.nodes() if "_fused_" in str(n.target)]
     assert [len(n.args[0]) for n in updates] == [5, 5]
+
+
+@pytest.mark.parametrize("master", [False, True])
+def test_an_update_written_out_needs_no_memory(master):
+    """`fit_memory` counts it: were its results counted, the update would be the peak that no choice lowers."""
+    dtype = torch.bfloat16 if master else torch.float32
+    batch = {"x": torch.randn(4, 512, dtype=dtype), "y": torch.randn(4, 512, dtype=dtype)}
+    model = nn.Linear(512, 512, bias=False).to(dtype)
+    kind = stepgraph.MasterAdamW if master else functools.partial(torch.optim.AdamW, fused=True)
+    step = trace_step(model, mse, batch, kind(model.parameters(), lr=0.01), max_grad_norm=1.0).program.main
+    run_passes(step, [get("inplace_update"), EXPAND])
+    weight = model.weight.nbytes
+    found = estimate_memory(step.graph, fused=True)
+    assert weight <= found.peak - found.inputs < 1.2 * weight  # its gradient
