@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stepgraph.bench.model import models
-from stepgraph.bench.model.providers import fused_adamw, loss_of, trained
+from stepgraph.bench.model.child import fused_adamw, loss_of, trained
 from stepgraph.config.environment import environment
 from stepgraph.costs.hardware import GPUS, known_gpu
 from stepgraph.costs.step import graph_cost

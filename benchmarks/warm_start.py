@@ -43,7 +43,7 @@ def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, 
     import stepgraph
     from stepgraph.bench.arguments import MAX_GRAD_NORM
     from stepgraph.bench.model import models
-    from stepgraph.bench.model.providers import fused_adamw, loss_of
+    from stepgraph.bench.model.child import fused_adamw, loss_of
     from stepgraph.config.environment import environment
 
     imported = time.perf_counter()

@@ -20,8 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from stepgraph.bench.device import times
-from stepgraph.bench.harness import Run
+from stepgraph.bench.harness import Run, times
 from stepgraph.bench.results import in_one_line
 from stepgraph.bench.rows import SPEAKS_EVERY_S, Row, note
 

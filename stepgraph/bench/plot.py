@@ -1,12 +1,16 @@
-"""A measurement of providers as a bar chart."""
+"""Measurements as charts: bars of providers, and each norm's share of the speed of a copy, shape by shape."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from stepgraph.bench.norm.results import OURS, Comparison, NormRow, comparisons
+from stepgraph.bench.rows import where
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 OURS_COLOR, _PEER, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
@@ -83,3 +87,83 @@ def style(axes: Axes, heading: str, device: str) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color(MUTED)
     axes.tick_params(colors=INK, length=0)
+
+
+#: Colour and marker of each peer, in the order of the record.
+_PEERS = [
+    *(("#9aa5b1", "v"), ("#c58f2c", "s"), ("#8a5a12", "D"), ("#3f9b6c", "^")),
+    *(("#b0508f", "P"), ("#7a66c2", "X"), ("#c0594a", "*")),
+]
+
+#: The timing that is drawn where a record holds several.
+_TIMINGS = ("graph", "do_bench", "wall")
+
+#: With more shapes than this only the first of each row length is named.
+_MOST_NAMES = 48
+
+Record = tuple[dict[str, Any], dict[str, Any], Sequence[NormRow]]  # environment, settings, rows
+
+
+def norm_chart(records: Sequence[Record], png: Path) -> None:
+    """Draws a panel for each op of each record, percent of copy against shape, and writes ``png``. Needs no display.
+
+    Raises ValueError if nothing was measured.
+    """
+    panels = [
+        (f"{op}, {settings['dtype']}, {timing}", where(env, settings), shapes, settings["providers"])
+        for env, settings, rows in records
+        for (op, timing), shapes in comparisons(rows).items()
+        if timing == next(name for name in _TIMINGS if name in settings["timings"])
+    ]
+    if not panels:
+        raise ValueError("no norm was measured in these records: nothing to draw")
+    longest = max(len(shapes) for _, _, shapes, _ in panels)
+    width = min(18.0, max(9.0, 0.28 * longest + 2))
+    figure = Figure(figsize=(width, 4.3 * len(panels)), dpi=120, layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.12, hspace=0.04)
+    all_axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+    for axes, (heading, device, shapes, providers) in zip(all_axes, panels, strict=True):
+        _lines(axes, shapes, providers)
+        style(axes, heading, device)
+    figure.savefig(png)
+
+
+def _lines(axes: Axes, shapes: Sequence[Comparison], providers: Sequence[str]) -> None:
+    lengths = [shape.rows[0].n for shape in shapes]
+    styles = dict(zip((name for name in providers if name != OURS), cycle(_PEERS), strict=False))
+    if OURS in providers:
+        styles[OURS] = OURS_COLOR, "o"  # last, and so on top
+    for name, (color, marker) in styles.items():
+        places: list[float] = []
+        percents: list[float] = []
+        for place, shape in enumerate(shapes):
+            if place and lengths[place] != lengths[place - 1]:
+                places.append(place - 0.5)
+                percents.append(float("nan"))  # the line breaks where the row length changes
+            row = shape.row(name)
+            places.append(place)
+            percents.append(row.pct_copy if row and row.ms else float("nan"))
+        axes.plot(
+            places,
+            percents,
+            color=color,
+            marker=marker,
+            markersize=5 if name == OURS else 3.5,
+            linewidth=2 if name == OURS else 1,
+            label=name,
+        )
+    axes.axhline(100, color=MUTED, linewidth=0.8, linestyle="--")
+    if len(shapes) <= _MOST_NAMES:
+        axes.set_xticks(range(len(shapes)), [shape.shape for shape in shapes], rotation=60, ha="right", fontsize=8)
+        axes.set_xlabel("rows x row length", color=INK)
+    else:
+        firsts = [place for place, n in enumerate(lengths) if place == 0 or n != lengths[place - 1]]
+        axes.set_xticks(firsts, [str(lengths[place]) for place in firsts], rotation=60, ha="right", fontsize=8)
+        axes.set_xlabel("row length; within one, more rows to the right", color=INK)
+    for place in range(1, len(shapes)):
+        if lengths[place] != lengths[place - 1]:
+            axes.axvline(place - 0.5, color=GRID, linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("% of copy", color=INK)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.bench.model.table import model_section, ratios, summary
-from stepgraph.bench.norm.table import norm_section
+from stepgraph.bench.norm.results import norm_section
 from stepgraph.bench.results import kind_of, read
-from stepgraph.bench.rows import Row
-from stepgraph.bench.table import best_compile, section, title, where
-from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio
-from stepgraph.bench.train.table import train_section
+from stepgraph.bench.rows import Row, best_compile, section, title, where
+from stepgraph.bench.train.results import OURS, PEER, TrainRow, ratio, train_section
 from stepgraph.config.command_line import parse, require_chart
 from stepgraph.config.commands import ReportOptions
 
@@ -51,7 +49,7 @@ def _draw(kind: str, records: list[Any], png: Path) -> None:
     from stepgraph.bench.plot import Bars, bar_chart  # matplotlib is slow to load
 
     if kind == "norm":
-        from stepgraph.bench.norm.plot import norm_chart
+        from stepgraph.bench.plot import norm_chart
 
         return norm_chart(records, png)
     panels = [

@@ -7,8 +7,7 @@ import torch
 
 from stepgraph.bench import results
 from stepgraph.bench.results import check_losses, in_one_line
-from stepgraph.bench.rows import Row
-from stepgraph.bench.table import section
+from stepgraph.bench.rows import Row, section
 
 ENVIRONMENT = {
     "versions": {"torch": "2.11.0", "stepgraph": "0.1.0", "cuda": "13.0"},

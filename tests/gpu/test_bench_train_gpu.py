@@ -8,7 +8,7 @@ import torch
 
 from stepgraph import bench
 from stepgraph.bench import results
-from stepgraph.bench.train.titan import job as titan
+from stepgraph.bench.train import titan
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -7,7 +7,7 @@ import torch
 
 import stepgraph
 from stepgraph.bench.model import models
-from stepgraph.bench.model.providers import fused_adamw, loss_of, trained
+from stepgraph.bench.model.child import fused_adamw, loss_of, trained
 from stepgraph.kernels.norm.modulated import gated_norm_backward, modulated_norm_backward
 from tests.kernels.norm.test_modulated import inputs
 

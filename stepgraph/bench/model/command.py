@@ -15,8 +15,8 @@ import torch
 from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
 from stepgraph.bench.harness import FIRST_STEPS
 from stepgraph.bench.lane import Lane, measured
+from stepgraph.bench.model.child import PROVIDERS
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, TINY, WEIGHT_SEED, WHOLE, model_names, require_packages
-from stepgraph.bench.model.providers import PROVIDERS
 from stepgraph.bench.model.table import model_section, summary
 from stepgraph.bench.results import check_losses, write
 from stepgraph.bench.rows import Row, note

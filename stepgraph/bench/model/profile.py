@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.bench.harness import CapturedStep, Step
-from stepgraph.bench.table import align
+from stepgraph.bench.rows import align
 from stepgraph.costs.hardware import known_gpu
 from stepgraph.costs.roofline import limits
 

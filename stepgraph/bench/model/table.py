@@ -4,8 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.bench.rows import Row, geometric_mean
-from stepgraph.bench.table import align, in_markdown, of_eager, problems_of, shown, step_ms, times_faster
+from stepgraph.bench.rows import (
+    Row,
+    align,
+    geometric_mean,
+    in_markdown,
+    of_eager,
+    problems_of,
+    shown,
+    step_ms,
+    times_faster,
+)
 
 
 def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], rows: Sequence[Row]) -> str:

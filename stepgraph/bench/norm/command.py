@@ -12,11 +12,18 @@ from typing import Any
 import torch
 
 from stepgraph.bench.arguments import provider_names
-from stepgraph.bench.norm.check import check_backward, check_forward, make_inputs
 from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
-from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow
-from stepgraph.bench.norm.table import norm_section
-from stepgraph.bench.norm.timing import calls_in_graph, copy_gbps, do_bench_ms, graph_ms, wall_ms
+from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow, norm_section
+from stepgraph.bench.norm.timing import (
+    calls_in_graph,
+    check_backward,
+    check_forward,
+    copy_gbps,
+    do_bench_ms,
+    graph_ms,
+    make_inputs,
+    wall_ms,
+)
 from stepgraph.bench.results import in_one_line, write
 from stepgraph.compat import keep_saved_tensors
 from stepgraph.config.command_line import parse, require_folder

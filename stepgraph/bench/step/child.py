@@ -9,6 +9,7 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,13 +19,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.harness import FIRST_STEPS, Parts, Run
+from stepgraph.bench.harness import FIRST_STEPS, CapturedStep, EagerStep, Parts, Run, Step
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.results import finite
-from stepgraph.bench.step.providers import PROVIDERS
 from stepgraph.config.build import build_model
 from stepgraph.config.device import keep_freed_memory, peak_mem_gib
 from stepgraph.config.train import TrainConfig
+from stepgraph.inductor import fusion_guard, tuned_reductions
 from stepgraph.models import next_token_loss
 
 #: Runs of these steps that measure how far rounding alone moves their losses.
@@ -115,6 +116,66 @@ class StepRun(Run):
                 found[place] = max(found[place], abs(step().item() - expected) / abs(expected))
             del step, parts
         return found if all(map(math.isfinite, found)) else []
+
+
+class CompiledStep(EagerStep):
+    """``torch.compile`` of model and loss together, without graph breaks, for static shapes; clipping and the fused
+    update, already a few launches, stay eager, as people use it."""
+
+    def __init__(self, parts: Parts, mode: str | None = None, options: dict[str, Any] | None = None):
+        super().__init__(parts)
+        self.forward = torch.compile(self._loss, dynamic=False, fullgraph=True, mode=mode, options=options)
+
+
+class TorchaoStep(CompiledStep):
+    """`CompiledStep` of the model with torchao's float8 layers, by its ``recipe``; the output head stays as it is.
+
+    Raises ``ModuleNotFoundError`` where torchao is not installed.
+    """
+
+    def __init__(self, parts: Parts, recipe: str):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        def wanted(module: nn.Module, path: str) -> bool:
+            return isinstance(module, nn.Linear) and not path.endswith("output")
+
+        convert_to_float8_training(
+            parts.model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=wanted
+        )
+        super().__init__(parts)
+
+
+#: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` with the options given, the others of its
+#: name change one of them (`stepgraph-max-autotune`: the counterpart of `compile-max-autotune`); `compile-guard` and
+#: `compile-tuned` are torch.compile under the rules of `stepgraph.inductor`.
+PROVIDERS: dict[str, Callable[[Parts], Step]] = {
+    "eager": EagerStep,
+    "compile": CompiledStep,
+    "compile-max-autotune": lambda parts: CompiledStep(parts, mode="max-autotune"),
+    "compile-no-mix-order": lambda parts: CompiledStep(parts, options={"triton.mix_order_reduction": False}),
+    "compile-guard": lambda parts: CompiledStep(parts, options=fusion_guard().options),
+    "compile-tuned": lambda parts: CompiledStep(parts, options=(fusion_guard() | tuned_reductions()).options),
+    "compile-torchao-fp8-tensorwise": lambda parts: TorchaoStep(parts, "tensorwise"),
+    "compile-torchao-fp8-rowwise": lambda parts: TorchaoStep(parts, "rowwise"),
+    "compile-torchao-fp8-rowwise-bf16-weight-gradients": lambda parts: TorchaoStep(parts, "rowwise_with_gw_hp"),
+    "stepgraph": CapturedStep,
+    "stepgraph-norm-kernel": lambda parts: CapturedStep(parts, norm="kernel"),
+    "stepgraph-norm-inductor": lambda parts: CapturedStep(parts, norm="inductor"),
+    "stepgraph-norm-eager": lambda parts: CapturedStep(parts, norm="eager"),
+    "stepgraph-cudnn": lambda parts: CapturedStep(parts, attention="cudnn"),
+    "stepgraph-fa4": lambda parts: CapturedStep(parts, attention="fa4"),
+    "stepgraph-flex": lambda parts: CapturedStep(parts, attention="flex"),
+    "stepgraph-grouped-torch": lambda parts: CapturedStep(parts, grouped="torch"),
+    "stepgraph-grouped-quack": lambda parts: CapturedStep(parts, grouped="quack"),
+    "stepgraph-regional": lambda parts: CapturedStep(parts, inductor="regional"),
+    "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
+    "stepgraph-fp8-tensorwise": lambda parts: CapturedStep(parts, fp8="tensorwise"),
+    "stepgraph-fp8-rowwise": lambda parts: CapturedStep(parts, fp8="rowwise"),
+    "stepgraph-fp8-rowwise-bf16-weight-gradients": lambda parts: CapturedStep(
+        parts, fp8="rowwise-bf16-weight-gradients"
+    ),
+    "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
+}
 
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_na
 from stepgraph.bench.harness import FIRST_STEPS
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.results import check_losses, write
-from stepgraph.bench.rows import Row
-from stepgraph.bench.step.providers import PROVIDERS
-from stepgraph.bench.table import section
+from stepgraph.bench.rows import Row, section
+from stepgraph.bench.step.child import PROVIDERS
 from stepgraph.config.command_line import parse, require_folder
 from stepgraph.config.commands import BENCH, StepBench
 from stepgraph.config.device import pick_device

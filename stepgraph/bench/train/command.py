@@ -20,9 +20,8 @@ from stepgraph.bench.rows import SPEAKS_EVERY_S, note
 from stepgraph.bench.step.command import describe
 from stepgraph.bench.train.providers import PROVIDERS
 from stepgraph.bench.train.rank import TRACED_STEPS, WARMUP_STEPS
-from stepgraph.bench.train.results import TrainRow, check_losses
-from stepgraph.bench.train.table import train_section
-from stepgraph.bench.train.titan.job import rounded_weights
+from stepgraph.bench.train.results import TrainRow, check_losses, train_section
+from stepgraph.bench.train.titan import rounded_weights
 from stepgraph.config.command_line import make_folder, parse, require_folder
 from stepgraph.config.commands import BENCH, TrainBench
 from stepgraph.config.device import pick_device

@@ -17,8 +17,7 @@ from torch import nn
 
 from stepgraph import parallel, passes
 from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.train.titan import job as titan
-from stepgraph.bench.train.titan import trainer as titan_trainer
+from stepgraph.bench.train import titan
 from stepgraph.config import build
 from stepgraph.config.device import keep_freed_memory
 from stepgraph.config.train import TrainConfig
@@ -100,7 +99,7 @@ def stepgraph(config: TrainConfig, device: torch.device, balanced: bool = False)
 @contextlib.contextmanager
 def torchtitan(config: TrainConfig, device: torch.device, balanced: bool = False) -> Iterator[Training]:
     """Its public ``Trainer``, each block compiled by ``torch.compile``."""
-    with titan_trainer.started(config, lambda place: random_batch(config, place), balanced) as training:
+    with titan.started(config, lambda place: random_batch(config, place), balanced) as training:
         yield training
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from stepgraph.bench.device import mark, spans
+from stepgraph.bench.harness import mark, spans
 from stepgraph.bench.results import finite, in_one_line
 from stepgraph.bench.train.exposed import exposure, kernel_times
 from stepgraph.bench.train.providers import PROVIDERS, CapturedTraining, Training

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from stepgraph import bench
-from stepgraph.bench.model import command, models, providers
+from stepgraph.bench.model import child, command, models
 from stepgraph.bench.model.models import MODELS, TASKS, TINY, WHOLE
 from stepgraph.bench.model.profile import Kernel, group_of, kind_of, where
 from stepgraph.bench.model.table import ratios, summary, where_line
@@ -89,11 +89,10 @@ def test_the_report_prints_and_draws_the_record(record, capsys, tmp_path):
 @pytest.mark.parametrize("name", list({str(MODELS[name + TINY]): name for name in WHOLE}.values()))
 def test_every_model_is_captured_and_has_the_bits_of_eager(name):
     """Loss and gradients come from the model's library alone; models of one tiny form are tested once."""
-    parts = [providers.parts_of(models.build(name + TINY, CPU), models.batch_of(name + TINY, CPU)) for _ in range(2)]
+    parts = [child.parts_of(models.build(name + TINY, CPU), models.batch_of(name + TINY, CPU)) for _ in range(2)]
     start = [p.clone() for p in parts[0].model.parameters()]
     steps = [
-        providers.PROVIDERS[provider](those)
-        for provider, those in zip(("eager", "stepgraph-exact"), parts, strict=True)
+        child.PROVIDERS[provider](those) for provider, those in zip(("eager", "stepgraph-exact"), parts, strict=True)
     ]
     losses = [[step().item() for _ in range(2)] for step in steps]
     assert losses[0] == losses[1] and math.isfinite(losses[0][1])
@@ -276,8 +275,8 @@ def test_a_profile_that_fails_loses_no_other_figure(monkeypatch):
 
 
 def test_the_limit_is_that_of_the_steps_products():
-    parts = providers.parts_of(models.build("qwen3-0.6b-debug", CPU), models.batch_of("qwen3-0.6b-debug", CPU))
-    graph = providers.PROVIDERS["stepgraph-exact"](parts).step.graph.graph
+    parts = child.parts_of(models.build("qwen3-0.6b-debug", CPU), models.batch_of("qwen3-0.6b-debug", CPU))
+    graph = child.PROVIDERS["stepgraph-exact"](parts).step.graph.graph
     found, gpu = limits(graph, GPUS["h100"]), GPUS["h100"]
     assert found["products"] + found["attention"] > products_seconds(graph, gpu) > 0
     weights = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 128 + 256 * 64  # attention, MLP, head; each in three products

@@ -1,7 +1,7 @@
 """The child process with a provider more, whose update is wrong: it goes uphill."""
 
 from stepgraph.bench.model import child
-from stepgraph.bench.model.providers import PROVIDERS, ModelStep
+from stepgraph.bench.model.child import PROVIDERS, ModelStep
 
 
 class Wrong(ModelStep):

@@ -11,9 +11,9 @@ from torch import nn
 
 from stepgraph import bench
 from stepgraph.bench import results
-from stepgraph.bench.norm import check as norm_check
 from stepgraph.bench.norm import command as norm
 from stepgraph.bench.norm import providers as norm_providers
+from stepgraph.bench.norm import timing as norm_check
 from stepgraph.bench.norm import timing as norm_timing
 from stepgraph.bench.norm.results import (
     NormRow,

@@ -14,7 +14,7 @@ from stepgraph.bench import results
 from stepgraph.bench.arguments import LEARNING_RATE
 from stepgraph.bench.harness import EagerStep
 from stepgraph.bench.rows import Row
-from stepgraph.bench.step import child, providers
+from stepgraph.bench.step import child
 from stepgraph.bench.step import command as step
 from stepgraph.passes import StepOptions
 from stepgraph.passes.options import check_step
@@ -181,8 +181,8 @@ def test_the_eager_step_is_the_textbook_loop():
 )
 def test_a_provider_of_its_name_changes_one_option(name, option, value, monkeypatch):
     given = []
-    monkeypatch.setattr(providers, "CapturedStep", lambda parts, **options: given.append(options))
-    providers.PROVIDERS[name](None)
+    monkeypatch.setattr(child, "CapturedStep", lambda parts, **options: given.append(options))
+    child.PROVIDERS[name](None)
     assert given == [{option: value}]
     check_step(dataclasses.replace(StepOptions(), **given[0]))
 

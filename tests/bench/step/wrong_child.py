@@ -5,7 +5,7 @@ from torch._inductor import config
 
 from stepgraph.bench.harness import EagerStep
 from stepgraph.bench.step import child
-from stepgraph.bench.step.providers import PROVIDERS
+from stepgraph.bench.step.child import PROVIDERS
 
 
 class Wrong(EagerStep):

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from stepgraph import bench, compat
 from stepgraph.bench import results
 from stepgraph.bench.train import command as train
-from stepgraph.bench.train import providers
-from stepgraph.bench.train.titan import job, models, weights
+from stepgraph.bench.train import providers, titan
 from stepgraph.config.presets import PRESETS
 from stepgraph.models import Llama3Config, family_of, next_token_loss
 from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
@@ -44,18 +43,18 @@ def config(preset="llama3-8b", *words):
 def installed(monkeypatch):
     """A torchtitan of the right version, as far as the checks look."""
     spec = importlib.machinery.ModuleSpec("torchtitan", None)
-    monkeypatch.setattr(job.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(job.importlib.metadata, "version", lambda name: job.VERSION)
+    monkeypatch.setattr(titan.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(titan.importlib.metadata, "version", lambda name: titan.VERSION)
 
 
 def test_not_installed(monkeypatch):
-    monkeypatch.setattr(job.importlib.util, "find_spec", lambda name: None)
-    assert job.unavailable(config(), CUDA) == "not installed: pip install torchtitan==0.2.2"
+    monkeypatch.setattr(titan.importlib.util, "find_spec", lambda name: None)
+    assert titan.unavailable(config(), CUDA) == "not installed: pip install torchtitan==0.2.2"
 
 
 def test_what_it_can_do(installed):
     for words in (["--memory", "selective"], ["--memory", "full"], ["--precision", "fp32"], ["--reshard", "never"]):
-        assert job.unavailable(config("llama3-8b", *words), CUDA) is None
+        assert titan.unavailable(config("llama3-8b", *words), CUDA) is None
 
 
 @pytest.mark.parametrize(
@@ -71,19 +70,19 @@ def test_what_it_can_do(installed):
     ],
 )
 def test_what_it_cannot_do(preset, words, reason, installed):
-    assert job.unavailable(config(preset, *words), CUDA).startswith(reason)
+    assert titan.unavailable(config(preset, *words), CUDA).startswith(reason)
     if "--model" in reason:
-        assert job.unavailable(config(preset, "--no-model.tie-embeddings"), CUDA) is None
+        assert titan.unavailable(config(preset, "--no-model.tie-embeddings"), CUDA) is None
 
 
 def test_it_needs_a_gpu_and_its_version(installed, monkeypatch):
-    assert job.unavailable(config(), torch.device("cpu")) == "it needs a GPU"
-    monkeypatch.setattr(job.importlib.metadata, "version", lambda name: "0.1.0")
-    assert job.unavailable(config(), CUDA) == "0.1.0 is installed: pip install torchtitan==0.2.2"
+    assert titan.unavailable(config(), torch.device("cpu")) == "it needs a GPU"
+    monkeypatch.setattr(titan.importlib.metadata, "version", lambda name: "0.1.0")
+    assert titan.unavailable(config(), CUDA) == "0.1.0 is installed: pip install torchtitan==0.2.2"
 
 
 def test_the_job_says_the_same_work():
-    sections = job.job_sections(config("llama3-8b", "--memory", "selective"), "folder")
+    sections = titan.job_sections(config("llama3-8b", "--memory", "selective"), "folder")
     training, mesh = sections["training"], sections["parallelism"]
     assert (training["seq_len"], training["local_batch_size"], training["max_norm"]) == (8192, 1, 1.0)
     assert training["mixed_precision_param"] == "bfloat16" and "dtype" not in training  # fp32 at rest, its default
@@ -97,37 +96,37 @@ def test_the_job_says_the_same_work():
     assert sections["activation_checkpoint"] == {"mode": "selective", "selective_ac_option": "op"}
     assert sections["compile"]["enable"] and not sections["checkpoint"]["enable"]
     assert sections["optimizer"]["lr"] == 1e-4 and sections["optimizer"]["implementation"] == "fused"
-    assert sections["model"]["converters"] == [] and job.FLOAT8 not in sections
+    assert sections["model"]["converters"] == [] and titan.FLOAT8 not in sections
 
 
 def test_the_job_of_a_pipeline_and_of_microbatches():
     words = ["--mesh", "pp=2,fsdp=2", "--accumulate", "8", "--pipeline", "zbv"]
-    sections = job.job_sections(config("llama3-8b", *words), "folder")
+    sections = titan.job_sections(config("llama3-8b", *words), "folder")
     assert sections["training"]["local_batch_size"] == 8 and sections["training"]["global_batch_size"] == 16
     mesh = sections["parallelism"]
     assert (mesh["pipeline_parallel_degree"], mesh["pipeline_parallel_microbatch_size"]) == (2, 1)
     assert mesh["pipeline_parallel_schedule"] == "ZBVZeroBubble" and "dtype" not in sections["training"]
-    alone = job.job_sections(config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2"), "folder")
+    alone = titan.job_sections(config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2"), "folder")
     assert alone["training"]["dtype"] == "bfloat16"  # it mixes precisions by FSDP alone, and would compute in fp32
-    training = job.job_sections(config("llama3-8b", "--accumulate", "8"), "folder")["training"]
+    training = titan.job_sections(config("llama3-8b", "--accumulate", "8"), "folder")["training"]
     assert training["local_batch_size"] == 1 and training["global_batch_size"] == 16
 
 
 def test_the_job_of_experts_and_of_fp8(installed):
     words = ["--mesh", "fsdp=4,ep=2", "--balanced-routing"]
     shape, options = train.parse_train(["deepseek-v3-16b", *words])
-    sections = job.job_sections(shape, "folder", options.balanced_routing)
+    sections = titan.job_sections(shape, "folder", options.balanced_routing)
     assert sections["parallelism"]["expert_parallel_degree"] == 2 and sections["debug"]["moe_force_load_balance"]
-    fp8 = job.job_sections(config("llama3-8b", "--fp8", "tensorwise", "--precision", "bf16"), "folder")
-    assert fp8["model"]["converters"] == [job.FLOAT8]
-    assert fp8[job.FLOAT8]["enable_fsdp_float8_all_gather"] and fp8[job.FLOAT8]["filter_fqns"] == ["output"]
+    fp8 = titan.job_sections(config("llama3-8b", "--fp8", "tensorwise", "--precision", "bf16"), "folder")
+    assert fp8["model"]["converters"] == [titan.FLOAT8]
+    assert fp8[titan.FLOAT8]["enable_fsdp_float8_all_gather"] and fp8[titan.FLOAT8]["filter_fqns"] == ["output"]
 
 
 @pytest.mark.parametrize("preset", ["llama3-debug", "llama3-1b", "llama3-8b", "llama3-70b", "llama3-405b"])
 def test_the_feed_forward_comes_out_as_wide(preset):
     """torchtitan's own rule for the width, applied to what it is given."""
     model = PRESETS[preset]().model
-    sizes = models.llama3_sizes(model)
+    sizes = titan.llama3_sizes(model)
     width = int(sizes["ffn_dim_multiplier"] * int(2 * 4 * sizes["dim"] / 3))
     assert sizes["multiple_of"] * -(-width // sizes["multiple_of"]) == model.ffn_dim
 
@@ -166,7 +165,7 @@ def test_its_model_computes_what_ours_does(name, monkeypatch):
     config = SHAPES[name]
     run = dataclasses.replace(PRESETS["llama3-debug"](), model=config, seed=3)
     family = family_of(config)
-    peer = models.PEERS[family.name]
+    peer = titan.PEERS[family.name]
     arguments = peer.arguments(config)
     arguments.max_seq_len, arguments.moe_impl = config.max_seq_len, "standard"
     if hasattr(arguments, "moe_args"):
@@ -175,7 +174,7 @@ def test_its_model_computes_what_ours_does(name, monkeypatch):
     theirs, ours = spec.model_cls(arguments), family.model(config)
     with torch.no_grad():
         theirs.init_weights()
-    weights.fill(theirs, run)
+    titan.fill(theirs, run)
     ours.init_weights(3)
     generator = torch.Generator().manual_seed(0)
     batch = {k: torch.randint(config.vocab_size, (2, 48), generator=generator) for k in ("tokens", "targets")}
@@ -191,7 +190,7 @@ def test_its_model_computes_what_ours_does(name, monkeypatch):
 def test_it_starts_from_our_weights_rounded():
     run = dataclasses.replace(PRESETS["llama3-debug"](), model=TINY, precision="bf16")
     theirs = nn.ModuleDict({"tok_embeddings": nn.Embedding(TINY.vocab_size, TINY.dim)})
-    weights.fill(theirs, run)
+    titan.fill(theirs, run)
     ours = family_of(TINY).model(TINY)
     ours.init_weights(run.seed)
     assert torch.equal(theirs["tok_embeddings"].weight, ours.embed.weight.bfloat16().float())
@@ -216,17 +215,17 @@ def test_what_a_rank_holds(rank, split, expected):
         local = torch.empty([stop - start for start, stop in expected])
         places = (Shard(0), Shard(split))
         param = DTensor.from_local(local, mesh, places, run_check=False, shape=torch.Size((22, 8)), stride=(8, 1))
-        assert weights.held(param) == expected
+        assert titan.held(param) == expected
     finally:
         dist.destroy_process_group()
 
 
 def test_a_field_that_its_configuration_lacks_is_refused(monkeypatch):
-    theirs = job.job_config(config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2"), "folder")
+    theirs = titan.job_config(config("llama3-8b", "--mesh", "pp=2", "--accumulate", "2"), "folder")
     assert theirs.parallelism.pipeline_parallel_schedule == "1F1B" and theirs.training.seq_len == 8192
-    monkeypatch.setattr(job, "job_sections", lambda *_: {"training": {"sequence": 8}})
+    monkeypatch.setattr(titan, "job_sections", lambda *_: {"training": {"sequence": 8}})
     with pytest.raises(AttributeError, match="sequence"):
-        job.job_config(config(), "folder")
+        titan.job_config(config(), "folder")
 
 
 class TorchaosFloat8:
@@ -253,8 +252,8 @@ def converters(monkeypatch):
     dims = ParallelDims(dp_replicate=1, dp_shard=2, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=2)
 
     def build(run):
-        importlib.import_module(models.PEERS[family_of(run.model).name].module)  # the `Trainer` knows no more
-        return build_model_converters(job.job_config(run, "folder"), dims)
+        importlib.import_module(titan.PEERS[family_of(run.model).name].module)  # the `Trainer` knows no more
+        return build_model_converters(titan.job_config(run, "folder"), dims)
 
     with inductor.patch(emulate_precision_casts=False):  # a converter sets it for the process
         yield build

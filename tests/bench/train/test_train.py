@@ -19,8 +19,7 @@ from stepgraph import bench
 from stepgraph.bench.arguments import random_batch
 from stepgraph.bench.train import command as train
 from stepgraph.bench.train.providers import Provider, balance
-from stepgraph.bench.train.results import TrainRow, check_losses, ratio
-from stepgraph.bench.train.table import summary, train_section
+from stepgraph.bench.train.results import TrainRow, check_losses, ratio, summary, train_section
 from stepgraph.models.moe.config import MoEConfig
 from stepgraph.models.moe.layer import MoE
 from tests import forked

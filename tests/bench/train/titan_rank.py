@@ -15,8 +15,8 @@ torch._utils._get_available_device_type = lambda: "cpu"
 from torchtitan.components import metrics  # noqa: E402
 
 from stepgraph.bench.train import rank as train_rank  # noqa: E402
-from stepgraph.bench.train.titan import job  # noqa: E402
-from stepgraph.bench.train.titan.job import job_sections  # noqa: E402
+from stepgraph.bench.train import titan  # noqa: E402
+from stepgraph.bench.train.titan import job_sections  # noqa: E402
 
 set_factor = FSDPModule.set_gradient_divide_factor
 
@@ -27,8 +27,8 @@ _MONITOR = types.SimpleNamespace(device_name="", get_peak_stats=lambda: _PEAK, r
 def sections(*args: Any) -> dict[str, dict[str, Any]]:
     """Eager, with products in fp8 emulated."""
     found = job_sections(*args) | {"compile": {"enable": False}}
-    if job.FLOAT8 in found:
-        found[job.FLOAT8] |= {"emulate": True}
+    if titan.FLOAT8 in found:
+        found[titan.FLOAT8] |= {"emulate": True}
     return found
 
 
@@ -40,7 +40,7 @@ def without_division(module: FSDPModule, factor: float) -> None:
 
 def main() -> None:
     FSDPModule.set_gradient_divide_factor = without_division
-    job.job_sections = sections
+    titan.job_sections = sections
     metrics.build_device_memory_monitor = lambda: _MONITOR
     train_rank.main()
 
