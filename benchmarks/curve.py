@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from stepgraph.config.environment import environment
-from stepgraph.train.records.files import read_metrics
+from stepgraph.train.records.folder import read_metrics
 from stepgraph.train.records.plot import running_mean
 
 NAMES = ("documents shuffled", "rows shuffled")

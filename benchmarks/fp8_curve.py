@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 from stepgraph.config.environment import environment
 from stepgraph.passes.matmul.fp8 import Recipe
-from stepgraph.train.records.files import read_metrics
+from stepgraph.train.records.folder import read_metrics
 
 #: Steps that one figure of a curve is the mean of.
 MEAN_OF = 10

@@ -25,8 +25,8 @@ from stepgraph.costs.expert_chunks import Layer as ExpertLayer
 from stepgraph.kernels.quant import QuantizedWeight, quantize_experts, quantize_linear
 from stepgraph.lower import StepSpec
 from stepgraph.models import config_from_hf, family_of, next_token_loss
-from stepgraph.models.preference import answer_log_probs, preference_loss
-from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig, lora_options
+from stepgraph.models.loss import answer_log_probs, preference_loss
+from stepgraph.models.transformers import CausalLM, CausalLMConfig, lora_options
 from stepgraph.step import CapturedStep
 
 _REDUCE = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,7 +21,7 @@ from stepgraph.errors import require_file
 from stepgraph.models import FAMILIES, HuggingFace, Piece
 from stepgraph.models.hf_files import CONFIG, read_json, write_json
 from stepgraph.models.init import Part, whole_part
-from stepgraph.models.transformers.transformers import CausalLM
+from stepgraph.models.transformers import CausalLM
 from stepgraph.options import differences
 from stepgraph.parallel import layouts, local_parts, whole_state
 from stepgraph.parallel.ranks import Ranks

@@ -18,7 +18,7 @@ from torch import nn
 from stepgraph.errors import unknown_name
 from stepgraph.integrations.lengths import IGNORED
 from stepgraph.kernels.attention.documents import attend_documents
-from stepgraph.models.transformers.transformers import crosses_documents
+from stepgraph.models.transformers import crosses_documents
 
 Tensor = torch.Tensor
 

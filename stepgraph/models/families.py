@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from stepgraph.errors import unknown_name
-from stepgraph.models.deepseek_v3.deepseek_v3 import DEEPSEEK_V3
+from stepgraph.models.deepseek_v3 import DEEPSEEK_V3
 from stepgraph.models.family import Family
-from stepgraph.models.golf.golf import GOLF
+from stepgraph.models.golf import GOLF
 from stepgraph.models.hf_files import CONFIG, read_json
-from stepgraph.models.llama3.llama3 import LLAMA3
-from stepgraph.models.qwen3_moe.qwen3_moe import QWEN3_MOE
-from stepgraph.models.transformers.transformers import TRANSFORMERS
+from stepgraph.models.llama3 import LLAMA3
+from stepgraph.models.qwen3_moe import QWEN3_MOE
+from stepgraph.models.transformers import TRANSFORMERS
 
 FAMILIES: list[Family] = [LLAMA3, GOLF, DEEPSEEK_V3, QWEN3_MOE, TRANSFORMERS]
 

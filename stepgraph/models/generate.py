@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
-from stepgraph.models.cache import LayerCache
-from stepgraph.models.transformers.transformers import CausalLM
+from stepgraph.models.decoder import LayerCache
+from stepgraph.models.transformers import CausalLM
 
 #: Logits (V,) fp32 on the CPU -> the next token.
 Choose = Callable[[torch.Tensor], int]

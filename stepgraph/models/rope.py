@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepgraph.models.checks import check_positive
+from stepgraph.models.family import check_positive
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from torch import nn
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
-from stepgraph.models.moe.decoder import MoEDecoder
-from stepgraph.models.moe.router import Router
+from stepgraph.models.moe import MoEDecoder, Router
 from stepgraph.parallel.context import ContextForm, share_sequences
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
 from stepgraph.parallel.experts import (

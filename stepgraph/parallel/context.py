@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from stepgraph.errors import unknown_name
-from stepgraph.models.context import PLACE
-from stepgraph.models.documents import document_mask
+from stepgraph.models.documents import PLACE, document_mask
 from stepgraph.parallel.all_to_all import AllToAll
 from stepgraph.parallel.context_gather import GatheredKeys
 from stepgraph.parallel.context_ranks import ContextRanks
@@ -27,7 +26,7 @@ ContextForm = Literal["auto", "ulysses", "gather"]
 
 
 class Ulysses(ContextRanks):
-    """`stepgraph.models.context.Context` by heads:
+    """`stepgraph.models.documents.Context` by heads:
 
         q, k, v (B, H, T / P, d) -> all_to_all -> (B, H / P, T, d) -> attention -> all_to_all -> (B, H, T / P, d)
 

@@ -22,7 +22,7 @@ from stepgraph.parallel.context_ranks import ContextRanks
 
 
 class GatheredKeys(ContextRanks):
-    """`stepgraph.models.context.Context` by keys and values of all ranks."""
+    """`stepgraph.models.documents.Context` by keys and values of all ranks."""
 
     chunks = 2
 

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.models.context import PLACE
-from stepgraph.models.documents import HIDDEN
+from stepgraph.models.documents import HIDDEN, PLACE
 from stepgraph.models.loss import IGNORE
 from stepgraph.parallel.context_ranks import ContextRanks
 

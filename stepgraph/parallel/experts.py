@@ -8,7 +8,7 @@ larger parts is left out and repeated with them (see `stepgraph.capture.guard`):
 are in the order of ranks, then of tokens: the order of one rank that has the whole batch.
 
 A layer of experts is a module with the submodule ``experts``, whose parameters have one row for each of ``n_experts``
-in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe.layer`), which is replaced; or the experts of a
+in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe`), which is replaced; or the experts of a
 model of transformers, whose modules stay as they are: a block calls ``experts(hidden_states, top_k_index,
 top_k_weights)``, and ``experts`` holds all weights as ``gate_up_proj`` (or ``up_proj`` where nothing gates) and
 ``down_proj``, with one row for each of ``num_experts``. Its own forward, a permutation and grouped products, becomes
@@ -33,7 +33,7 @@ from torch import nn
 
 from stepgraph.capture import guard as conditions
 from stepgraph.kernels.moe import combine_rows, gather_rows, sort_by_expert
-from stepgraph.models.moe.layer import Exchange, grouped_product
+from stepgraph.models.moe import Exchange, grouped_product
 from stepgraph.parallel.all_to_all import AllToAll, swap
 from stepgraph.parallel.fsdp import gathered_once, own_layouts, parametrize
 from stepgraph.parallel.mesh import Axes, MeshSpec

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
 from stepgraph.kernels.loss.tokens import token_gradient_, token_stats
-from stepgraph.models.context import PLACE
+from stepgraph.models.documents import PLACE
 from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
 from stepgraph.parallel.context import context_of
 from stepgraph.parallel.mesh import Mesh

@@ -16,8 +16,8 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.errors import write_text
 from stepgraph.models import FAMILIES, family_of
 from stepgraph.parallel.ranks import Ranks
-from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.trained import load_trained
+from stepgraph.train.data.tokenizer import TokenizerFiles
+from stepgraph.train.saving import load_trained
 
 #: In the folder of an export that is not done: the run that writes it.
 CLAIM = ".unfinished-export"

@@ -15,8 +15,8 @@ from stepgraph.models import family_of
 from stepgraph.models.generate import Choose, generate, sampler
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.data import ChatTokenizer, Tokenizer, open_tokenizer
-from stepgraph.train.data.tokenizer_files import TokenizerFiles
-from stepgraph.train.trained import load_trained
+from stepgraph.train.data.tokenizer import TokenizerFiles
+from stepgraph.train.saving import load_trained
 
 #: Of samples in a run.
 NEW_TOKENS, TEMPERATURE = 64, 0.8

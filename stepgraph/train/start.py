@@ -19,7 +19,7 @@ from stepgraph.errors import read_json
 from stepgraph.graph.program import StepProgram
 from stepgraph.step import CapturedStep
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
-from stepgraph.train.checkpoint.found import step_of
+from stepgraph.train.checkpoint.files import step_of
 from stepgraph.train.data import (
     DataBundle,
     Loader,
@@ -32,8 +32,7 @@ from stepgraph.train.data import (
     validation_batches,
 )
 from stepgraph.train.export import check_export
-from stepgraph.train.records.files import status_of
-from stepgraph.train.records.folder import REWOUND, died_early, require_unused
+from stepgraph.train.records.folder import REWOUND, died_early, require_unused, status_of
 from stepgraph.train.validation import ValidationSet
 
 #: Where an elastic agent's store has the run folder.
@@ -229,3 +228,30 @@ def memory_line(program: StepProgram, device: torch.device) -> str:
 
 def _preset_of(config: TrainConfig) -> TrainConfig:
     return PRESETS[config.preset]() if config.preset in PRESETS else TrainConfig()
+
+
+def lr_at(step: int, config: TrainConfig) -> float:
+    """Learning rate of update ``step``, counted from 0 to ``config.steps - 1``.
+
+    Warm-up: ``lr * (step + 1) / (warmup_steps + 1)``, never 0, so that no update is wasted and ``step ==
+    warmup_steps`` is the first at the peak. With ``p`` the share of the decay that is done, in [0, 1), the rest is
+
+    - cosine: ``low + (lr - low) * (1 + cos(pi * p)) / 2``.
+      Source: Loshchilov and Hutter 2017, "SGDR", arXiv 1608.03983, eq. 5, without restarts.
+    - wsd (warm-up, stable, decay): ``lr``, then over the last ``decay_steps`` ``low + (lr - low) * (1 - sqrt(p))``.
+      Source: Hu et al. 2024, "MiniCPM", arXiv 2404.06395, for the three phases; Hägele et al. 2024, "Scaling Laws and
+      Compute-Optimal Training Beyond Fixed Training Durations", arXiv 2405.18392, for the shape of the decay.
+    - constant: ``lr``.
+
+    with ``low = min_lr_ratio * lr``, which step ``config.steps`` would be the first to reach.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    low = config.min_lr_ratio * config.lr
+    if config.schedule == "cosine":
+        done = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+        return low + (config.lr - low) * (1 + math.cos(math.pi * done)) / 2
+    if config.schedule == "wsd":
+        done = max(0.0, (step - (config.steps - config.decay_steps)) / config.decay_steps)
+        return low + (config.lr - low) * (1 - math.sqrt(done))
+    return config.lr

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,27 +37,72 @@ from stepgraph.models import family_of, flops_per_token
 from stepgraph.parallel.experts import capacity_of
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes.waiting import Waiting
+from stepgraph.run.spans import Spans
 from stepgraph.run.watch.lost_ranks import is_lost_rank, lost_rank, report, wait_for_the_agent, who
 from stepgraph.run.watch.signals import StopSignals
 from stepgraph.run.watch.watch import Watch
 from stepgraph.train import start
 from stepgraph.train.bubble import Bubble
 from stepgraph.train.export import CLAIM, export_saved
-from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
-from stepgraph.train.faults.out_of_memory import asked_for, memory_advice
-from stepgraph.train.faults.recoverable import OUTPUT, RecoverableErrors, StoppedError
-from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary
-from stepgraph.train.records.launched import Figures, Launched
+from stepgraph.train.faults import (
+    OUTPUT,
+    Finite,
+    NotFiniteError,
+    RecoverableErrors,
+    StoppedError,
+    asked_for,
+    memory_advice,
+)
+from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, Wandb, package
 from stepgraph.train.records.progress import Progress, format_seconds
-from stepgraph.train.records.tracker import Wandb, package
 from stepgraph.train.sample import Samples
 from stepgraph.train.saving import Saving
+from stepgraph.train.start import lr_at
 from stepgraph.train.traces.page import RunPage
 from stepgraph.train.traces.profile import FILE as TRACE
 from stepgraph.train.traces.profile import MemorySnapshot, StepProfile
-from stepgraph.train.validation import Validation
-from stepgraph.train.verify import NotExactError, verify_step
+from stepgraph.train.validation import NotExactError, Validation, verify_step
+
+
+class Figures:
+    """Numbers of a step, on their way to the host: a copy that begins when they are there. To read the tensors of a GPU
+    themselves would wait for the next step too, which is launched by then."""
+
+    def __init__(self, *figures: torch.Tensor):
+        self._host = [figure.detach().to("cpu", non_blocking=True) for figure in figures]
+        self._there = torch.cuda.Event(enable_timing=True) if any(figure.is_cuda for figure in figures) else None
+        if self._there:
+            self._there.record()
+
+    def read(self) -> list[Any]:
+        """The numbers, as lists where they are vectors; waits until they are there."""
+        if self._there:
+            self._there.synchronize()
+        return [figure.tolist() for figure in self._host]
+
+    def ms_since(self, before: "Figures | None") -> float | None:
+        """Milliseconds on the GPU from the numbers ``before`` to these, both there; None without a GPU or ``before``.
+
+        The host reads the numbers of one step while it launches the next, so the time between two reads is not that of
+        a step."""
+        if self._there is None or before is None or before._there is None:
+            return None
+        return before._there.elapsed_time(self._there)
+
+
+@dataclass
+class Launched:
+    """A step that was launched; its loss and metrics may still be on their way."""
+
+    step: int
+    tokens: int  # seen so far
+    figures: Figures  # the loss, the gradient norm and, of layers with experts, their loads
+    metrics: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor]
+    lr: float
+    data_ms: float  # that the loop waited for the batch
+    spans: Spans | None  # what this rank of a pipeline computes, and when
+
 
 #: Steps not timed: the first runs plainly, the second records CUDA graphs.
 WARMUP_STEPS = 2

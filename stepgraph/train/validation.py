@@ -1,5 +1,6 @@
 """The validation loss of a run: eager, or through the stages of a pipeline."""
 
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import stepgraph
 from stepgraph.capture import flatten_batch
 from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.step_trace import LossFn
+from stepgraph.config.train import TrainConfig
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import StepSpec, lower
 from stepgraph.parallel import placement_of
+from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.memory import Memory
 from stepgraph.run.program import ProgramRunner
 from stepgraph.run.results import Results
@@ -115,3 +119,38 @@ class PipelinedLoss:
         ratios = torch.stack([results.ratios.get(name, nothing) for name in self._grow])
         dist.all_reduce(ratios, dist.ReduceOp.MAX)
         return {name: ratio for name, ratio in zip(self._grow, ratios.tolist(), strict=True) if ratio > 1}
+
+
+class NotExactError(RuntimeError):
+    """A step of exact passes is not bitwise equal to eager."""
+
+
+def verify_step(
+    step: stepgraph.CapturedStep,
+    batches: Sequence[dict[str, torch.Tensor]],
+    config: TrainConfig,
+    device: torch.device,
+    say: Callable[[str], None],
+) -> None:
+    """Verify ``step`` on microbatches of ``batches``, and print what it says.
+
+    Raises `NotExactError` if the passes are exact and any rank's result is not eager's, though eager repeats itself.
+    """
+    parts = list(itertools.islice(itertools.cycle(batches), config.accumulate))
+    # The usual number of targets of conversations is the same in all.
+    joined = lambda found: (torch.cat(found) if found[0].ndim else found[0]).to(device)  # noqa: E731
+    batch = {name: joined([part[name] for part in parts]) for name in parts[0]}
+    report = step.verify(batch)
+    reports = Ranks().gather(lambda: report)
+    rank, worst = max(enumerate(reports), key=lambda one: (not one[1].bitwise, not one[1].close))
+    say(str(worst) + (f" (rank {rank})" if len(reports) > 1 and not worst.bitwise else ""))
+    if config.passes == "exact" and not worst.bitwise and worst.repeats:
+        raise NotExactError(
+            f"the exact step is not bitwise equal to eager: {worst.largest.kind} {worst.largest}; "
+            "train without --verify, and report it with the lines above"
+        )
+    if not all(r.close for r in reports):
+        say(
+            f"warning: loss or gradient norm differ from eager by more than a relative {worst.tolerance:.1g}, the most "
+            "that rounding in the step's dtypes explains; compare with --passes exact"
+        )

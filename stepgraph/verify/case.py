@@ -13,8 +13,7 @@ from stepgraph.lower import StepSpec
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.bound import BoundStep
 from stepgraph.verify.eager import eager_step
-from stepgraph.verify.report import differences
-from stepgraph.verify.state import Key, State
+from stepgraph.verify.state import Key, State, differences
 
 #: The first call of a step that replays CUDA graphs runs node by node, the second records, the third replays.
 CALLS_TO_REPLAY = 3

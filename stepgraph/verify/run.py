@@ -4,8 +4,7 @@ import dataclasses
 
 from stepgraph.verify.case import Case, calls, differ, outcome, tolerance
 from stepgraph.verify.locate import where_they_differ
-from stepgraph.verify.report import KINDS, VerifyReport, differences
-from stepgraph.verify.state import Snapshot
+from stepgraph.verify.state import KINDS, Snapshot, VerifyReport, differences
 
 
 def verify(case: Case, locate: bool) -> VerifyReport:

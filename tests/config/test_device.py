@@ -10,7 +10,7 @@ import torch
 from stepgraph.cli import main
 from stepgraph.config.device import device_of, taken_by_others
 from stepgraph.config.train import TrainConfig
-from stepgraph.models.llama3.llama3 import Llama3Config
+from stepgraph.models.llama3 import Llama3Config
 
 
 def test_peak_memory_is_this_processs_and_counts_what_was_given_back():

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph.config.hf_weights import load_hf, save_hf
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, RopeScaling
-from stepgraph.models.llama3.llama3 import LLAMA3
+from stepgraph.models.llama3 import LLAMA3
 
 SMALL = Llama3Config(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=97, max_seq_len=64, rope_theta=500_000.0

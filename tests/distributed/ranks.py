@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.models import Llama3, Llama3Config
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
 
 # The vocabulary's rows do not divide over 2 x 2 ranks, nor do those of the key and value projections over 3: padded.

@@ -13,7 +13,7 @@ from stepgraph.graph.collectives import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, 
 from stepgraph.graph.provenance import role_of
 from stepgraph.models import DeepSeekV3, Golf, GolfConfig
 from stepgraph.models import next_token_loss as one_rank_loss
-from stepgraph.models.deepseek_v3.deepseek_v3 import deepseek_v3_debug
+from stepgraph.models.deepseek_v3 import deepseek_v3_debug
 from stepgraph.parallel import MeshSpec, mean_over_mesh, next_token_loss, parallelize
 from tests.distributed.hf_ranks import VOCAB, build
 from tests.distributed.ranks import (

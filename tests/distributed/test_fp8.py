@@ -8,7 +8,7 @@ import torch
 
 import stepgraph
 from stepgraph.models import next_token_loss as plain_loss
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss, parallelize
 from stepgraph.passes import configured
 from tests.distributed.ranks import (

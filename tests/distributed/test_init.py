@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.models import DeepSeekV3, Golf, GolfConfig, Llama3
-from stepgraph.models.deepseek_v3.deepseek_v3 import tp_plan
-from stepgraph.models.golf.golf import TP_PLAN as GOLF_PLAN
+from stepgraph.models.deepseek_v3 import tp_plan
+from stepgraph.models.golf import TP_PLAN as GOLF_PLAN
 from stepgraph.models.init import CHUNK, Part, _draw, init_parameters
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, parallelize
 from stepgraph.parallel.fsdp import local_parts, round_to
 from tests.distributed.ranks import TINY

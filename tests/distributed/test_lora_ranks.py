@@ -28,7 +28,7 @@ from stepgraph.integrations import GraphTrainer
 from stepgraph.kernels.quant import quantize_experts, quantize_linear
 from stepgraph.options import StepOptions
 from stepgraph.parallel import layouts, local_parts, mean_over_mesh, parallelize
-from stepgraph.train.trained import load_trained
+from stepgraph.train.saving import load_trained
 from tests.distributed.hf_ranks import as_launched, close, logged, rows, train
 from tests.distributed.hf_ranks import build as build_hf
 from tests.distributed.ranks import make_mesh, on_ranks

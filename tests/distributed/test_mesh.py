@@ -10,7 +10,7 @@ from torch import nn
 
 from stepgraph import compat, parallel
 from stepgraph.models import Llama3
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, layouts, parallelize
 from stepgraph.parallel.tensor import STYLES, check_plan, style_of
 from tests.distributed.ranks import TINY, on_processes

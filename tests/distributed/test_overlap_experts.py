@@ -13,8 +13,8 @@ from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import assumed_timeline
 from stepgraph.graph.collectives import operator_of
 from stepgraph.graph.provenance import phase_of, provenance, role_of
-from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3, DeepSeekV3Config, tp_plan
-from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config, tp_plan
+from stepgraph.models.moe import MoEConfig
 from stepgraph.parallel import next_token_loss, parallelize
 from stepgraph.passes import configured, run_passes
 from stepgraph.passes.contract import get

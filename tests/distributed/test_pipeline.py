@@ -16,7 +16,7 @@ from stepgraph import parallel
 from stepgraph.graph.collectives import PUT, RECV, SEND, TAKE
 from stepgraph.models import Llama3Config, MoEConfig, family_of
 from stepgraph.models import next_token_loss as one_rank_loss
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss
 from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.passes import configured

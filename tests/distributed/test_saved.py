@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import next_token_loss, parallelize
 from tests.distributed.expert_model import parallel_model
 from tests.distributed.ranks import TINY, make_mesh, on_ranks, own_batch, whole_model

@@ -8,7 +8,7 @@ import torch
 
 from stepgraph.models import Llama3
 from stepgraph.models.init import CHUNK
-from stepgraph.models.llama3.llama3 import llama3_debug
+from stepgraph.models.llama3 import llama3_debug
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

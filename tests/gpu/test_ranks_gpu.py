@@ -18,7 +18,7 @@ from stepgraph.graph.provenance import provenance
 from stepgraph.kernels.comm import exchange
 from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.models import Llama3, Llama3Config
-from stepgraph.models.llama3.llama3 import TP_PLAN
+from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started, world
 from stepgraph.passes import configured, exact, get
 from tests.distributed.ranks import on_processes

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from stepgraph.train.records.launched import Figures
+from stepgraph.train.trainer import Figures
 
 RECORDED_AGAIN = """
 import torch, stepgraph

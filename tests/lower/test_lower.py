@@ -17,7 +17,7 @@ from stepgraph.lower import StepSpec, copied, lower, peak_bytes_by_policy, rewri
 from stepgraph.models import next_token_loss
 from stepgraph.parallel.pipeline.layout import Pipeline
 from stepgraph.passes import Target
-from stepgraph.train.faults.out_of_memory import memory_advice
+from stepgraph.train.faults import memory_advice
 from tests.distributed.ranks import TINY, in_fake_world
 
 FOUR = dataclasses.replace(TINY, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=128, vocab_size=512, n_layers=4)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import stepgraph
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_loss
-from stepgraph.models.cache import LayerCache
+from stepgraph.models.decoder import LayerCache
 from stepgraph.models.documents import document_mask
 from tests.models.moe_models import DEEPSEEK, QWEN, our_model
 

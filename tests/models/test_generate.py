@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from stepgraph.config.hf_weights import save_hf
 from stepgraph.models import GolfConfig, Llama3Config, RopeScaling, family_of
-from stepgraph.models.cache import LayerCache
+from stepgraph.models.decoder import LayerCache
 from stepgraph.models.generate import generate, sampler
 from tests.models.moe_models import DEEPSEEK, KINDS, QWEN
 

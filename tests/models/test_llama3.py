@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepgraph import models
 from stepgraph.models import Llama3, Llama3Config, RopeScaling, num_params
-from stepgraph.models.llama3.llama3 import LLAMA3
+from stepgraph.models.llama3 import LLAMA3
 from stepgraph.models.rope import rope_frequencies, rope_tables
 
 SMALL = Llama3Config(

@@ -14,8 +14,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Confi
 import stepgraph
 from stepgraph import models
 from stepgraph.models import MoEConfig, YarnScaling, flops_per_token, num_params
-from stepgraph.models.deepseek_v3.deepseek_v3 import LatentAttention
-from stepgraph.models.moe.router import Router
+from stepgraph.models.deepseek_v3 import LatentAttention
+from stepgraph.models.moe import Router
 from tests.models.moe_models import DEEPSEEK, KINDS, QWEN, SIGMOID, hf_model, hf_named, our_model, tokens_for
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch.distributed as dist
 
 from stepgraph.step import CapturedStep
-from stepgraph.train.faults.recoverable import RecoverableErrors
+from stepgraph.train.faults import RecoverableErrors
 from stepgraph.train.records.folder import RunFolder
 from stepgraph.train.trainer import Run
 

@@ -9,8 +9,7 @@ import pytest
 from stepgraph.cli import parse_train
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.data import PackedLoader
-from stepgraph.train.learning_rate import lr_at
-from stepgraph.train.start import with_steps_of_epochs
+from stepgraph.train.start import lr_at, with_steps_of_epochs
 from tests.train.conftest import TINY
 
 SMALL = [*(word for word in TINY if word not in ("--steps", "12")), "--model.n-layers", "1", "--passes", "exact"]

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from stepgraph.config.train import TrainConfig
-from stepgraph.train.learning_rate import lr_at
+from stepgraph.train.start import lr_at
 
 
 def torch_rates(config, after_warmup):

@@ -22,8 +22,7 @@ from stepgraph.train.checkpoint import background, checkpointer
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from stepgraph.train.data import PackedLoader
 from stepgraph.train.records.folder import RunFolder
-from stepgraph.train.records.launched import Figures
-from stepgraph.train.trainer import Run
+from stepgraph.train.trainer import Figures, Run
 from stepgraph.train.validation import Validation
 
 ONE_LAYER = ["--model.n-layers", 1, "--steps", 8, "--val-every", 0, "--checkpoint-every", 0]

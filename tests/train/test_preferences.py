@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from stepgraph import cli
-from stepgraph.models.preference import PAIR_TOKENS
+from stepgraph.models.loss import PAIR_TOKENS
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
-from stepgraph.train.data.stream import Pairs
+from stepgraph.train.data.token_cache import Pairs
 
 transformers = pytest.importorskip("transformers")
 from tests.train.fine_tuning import make, records  # noqa: E402

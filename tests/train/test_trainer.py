@@ -17,11 +17,9 @@ from stepgraph.models import next_token_loss
 from stepgraph.passes import PassReport
 from stepgraph.train import trainer as trainer_module
 from stepgraph.train.data import PackedLoader, open_data, validation_batches
-from stepgraph.train.learning_rate import lr_at
 from stepgraph.train.records.folder import Summary
-from stepgraph.train.records.launched import Figures
-from stepgraph.train.start import pass_lines
-from stepgraph.train.trainer import Run
+from stepgraph.train.start import lr_at, pass_lines
+from stepgraph.train.trainer import Figures, Run
 
 PROGRESS = re.compile(
     r"step (\d+)/12 \| loss \d+\.\d{4} \| lr \d\.\de-\d\d \| grad_norm \d+\.\d\d \| \d+(\.\d+)? ms \| "

@@ -16,9 +16,8 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.models import next_token_loss
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from stepgraph.train.faults.nonfinite import Finite, NotFiniteError
-from stepgraph.train.records.launched import Figures
-from stepgraph.train.trainer import Run
+from stepgraph.train.faults import Finite, NotFiniteError
+from stepgraph.train.trainer import Figures, Run
 
 ONE_LAYER = ["--model.n-layers", 1]
 

@@ -10,7 +10,7 @@ import torch
 from stepgraph import cli
 
 transformers = pytest.importorskip("transformers")
-from stepgraph.models.transformers.transformers import CausalLM, lora_options, read_config  # noqa: E402
+from stepgraph.models.transformers import CausalLM, lora_options, read_config  # noqa: E402
 from tests.train.fine_tuning import make, records  # noqa: E402
 
 COMMON = dict(vocab_size=320, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -83,7 +83,7 @@ def test_a_run_from_start_to_export(folder, kind, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_a_row_do_not_see_each_other(folder, kind):
-    from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+    from stepgraph.models.transformers import CausalLM, CausalLMConfig
 
     model = CausalLM(CausalLMConfig(str(folder / kind)), weights=True).eval()
     tokens = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_a_model_from_parts_of_its_checkpoint(folder, moe, kind):
     from safetensors.torch import load_file
 
     from stepgraph.config.hf_weights import check_files
-    from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+    from stepgraph.models.transformers import CausalLM, CausalLMConfig
 
     config, shapes = CausalLMConfig(str(folder / kind)), check_files(folder / kind)
     model, whole = CausalLM(config, torch.bfloat16, True, shapes=shapes), CausalLM(config, torch.bfloat16, True)
@@ -130,7 +130,7 @@ def test_a_model_from_parts_of_its_checkpoint(folder, moe, kind):
 @pytest.mark.parametrize("kind", [*KINDS, "lfm2"])
 def test_a_model_that_mixes_documents_is_refused(folder, kind):
     """Convolutions over the sequence do not stop where positions begin again."""
-    from stepgraph.models.transformers.transformers import CausalLM, CausalLMConfig
+    from stepgraph.models.transformers import CausalLM, CausalLMConfig
 
     if kind == "lfm2":
         config = transformers.Lfm2Config(**ROPE, layer_types=["conv", "full_attention"])
@@ -288,7 +288,7 @@ def test_lora_of_experts_from_start_to_an_adapter(folder, moe, capsys):
 
 def test_words_of_lora():
     pytest.importorskip("peft")
-    from stepgraph.models.transformers.transformers import lora_options
+    from stepgraph.models.transformers import lora_options
 
     assert lora_options("r=8,dora,targets=q_proj+v_proj,rslora") == {
         **{"r": 8, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 16, "lora_dropout": 0.0},

@@ -21,7 +21,7 @@ from stepgraph.bench.train import titan
 from stepgraph.config import build
 from stepgraph.config.device import keep_freed_memory
 from stepgraph.config.train import TrainConfig
-from stepgraph.models.moe.router import Router
+from stepgraph.models.moe import Router
 
 
 class Training(Protocol):

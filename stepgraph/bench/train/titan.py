@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from stepgraph.config.train import TrainConfig
 from stepgraph.models import Llama3Config, family_of
-from stepgraph.models.deepseek_v3.deepseek_v3 import LATENT_EPS, DeepSeekV3Config
+from stepgraph.models.deepseek_v3 import LATENT_EPS, DeepSeekV3Config
 from stepgraph.models.init import Part
 from stepgraph.models.rope import rope_tables
 

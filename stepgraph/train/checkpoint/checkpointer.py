@@ -26,19 +26,23 @@ import torch
 import stepgraph
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.watch.lost_ranks import is_lost_rank
-from stepgraph.train.checkpoint.files import check_index, dcp_load, dcp_save, sha256, sync
-from stepgraph.train.checkpoint.found import (
+from stepgraph.train.checkpoint.files import (
     FORMAT,
     MANIFEST,
     TEMPORARY,
     DamagedError,
     advice,
+    check_index,
     checkpoints,
+    dcp_load,
+    dcp_save,
     is_sound,
     newest,
     render,
     resolve,
+    sha256,
     step_of,
+    sync,
     verify,
 )
 from stepgraph.train.checkpoint.state import (

@@ -17,8 +17,7 @@ import tokenizers
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stepgraph.train.data.tokenizer import JsonTokenizer
-from stepgraph.train.data.tokenizer_files import TokenizerFiles
+from stepgraph.train.data.tokenizer import JsonTokenizer, TokenizerFiles
 
 #: Around what a template marks as generated; Unicode has no characters here, and never will.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepgraph.models.preference import PAIR
+from stepgraph.models.loss import PAIR
 from stepgraph.train.data.formats import STREAMED, WHOLE, Streamed, open_source
 from stepgraph.train.data.sources import Corpus, Source, megabytes
 

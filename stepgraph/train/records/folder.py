@@ -1,19 +1,25 @@
-"""The run folder: every record that a run leaves behind, its summary among them."""
+"""The run folder: every record that a run leaves behind, as strict JSON that is never half written; with ``--log
+wandb`` the metrics are also in Weights & Biases, which is an optional package.
+"""
 
+import contextlib
 import dataclasses
 import fcntl
 import functools
+import importlib
+import json
+import math
 import os
 import socket
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from stepgraph.config.train import TrainConfig
-from stepgraph.errors import write_text
-from stepgraph.train.records.files import json_line, read_metrics, status_of, write_json
-from stepgraph.train.records.tracker import Wandb
+from stepgraph.errors import read_json, require_file, write_text
 
 #: The metrics of a run that rewinds, until its first checkpoint.
 REWOUND = ".metrics.jsonl.new"
@@ -171,7 +177,7 @@ class RunFolder:
         os.environ["MPLBACKEND"] = "agg"  # read when matplotlib is imported, which fails for one that is not known
         from stepgraph.train.records.plot import loss_curve  # matplotlib is slow to load, and needed only at the end
 
-        loss_curve(self._metrics_file, self.path / "loss.png", unigram_entropy)
+        loss_curve(read_metrics(self._metrics_file), self.path / "loss.png", unigram_entropy)
 
     def close(self) -> None:
         """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
@@ -239,3 +245,109 @@ def require_unused(path: Path) -> None:
         raise ValueError(f"cannot read the run folder {path}: {failure.strerror}; choose another --out") from failure
     if used:
         raise ValueError(f"run folder {path} is not empty: choose another --out, or continue it with --resume {path}")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``, without a last line cut off by a crash. ValueError for another bad line."""
+    require_file(path)
+    lines = path.read_bytes().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # of JSON, or of UTF-8
+            if number < len(lines):
+                raise ValueError(f"{path} line {number} is not JSON: repair or delete that line") from error
+            break
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise ValueError(f"{path} line {number} has no step: repair or delete that line")
+        records.append(record)
+    return records
+
+
+def status_of(run: Path) -> str | None:
+    """The status in the summary.json of ``run``; None without one."""
+    try:
+        found = read_json(run / "summary.json")
+    except (OSError, ValueError):
+        return None
+    return found.get("status") if isinstance(found, dict) else None
+
+
+def json_line(record: dict[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with every float that JSON cannot hold (nan, inf) as None."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Wandb:
+    """The run of ``config`` in Weights & Biases; what is set up for it (``WANDB_MODE``, ``WANDB_PROJECT``, ...) holds.
+
+    The run folder keeps its id in ``wandb.json``, so that a resumed run continues the same one.
+
+    Raises ValueError, in one line, where the package is missing or does not start.
+    """
+
+    def __init__(self, config: TrainConfig, path: Path):
+        wandb, file = package(), path / "wandb.json"
+        if not file.exists():
+            write_json(file, {"id": uuid.uuid4().hex[:12]})
+        options = json.loads(config.to_json())
+        try:
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "stepgraph"),
+                name=path.name,
+                id=json.loads(file.read_text())["id"],
+                resume="allow",
+                dir=str(path),
+                config=options,
+            )
+        except Exception as failure:  # its own kinds of error, and its service's
+            raise ValueError(f"wandb does not start ({_told(failure)}): log in, or set WANDB_MODE=offline") from failure
+
+    def log(self, step: int, scalars: dict[str, Any]) -> None:
+        """Record ``scalars`` by their TensorBoard tags. A step that was recorded before a resume is not again. OSError,
+        in one line, where the package fails."""
+        with _failing():
+            self._run.log(scalars, step=step)
+
+    def close(self) -> None:
+        """Send what is left. OSError as of `log`."""
+        with _failing():
+            self._run.finish()
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Makes any error of the package, which has kinds of its own, an OSError in one line."""
+    try:
+        yield
+    except Exception as failure:
+        raise OSError(
+            f"wandb failed ({_told(failure)}): continue without --log wandb, or with WANDB_MODE=offline"
+        ) from failure
+
+
+def _told(failure: Exception) -> str:
+    return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
+
+
+def package() -> ModuleType:
+    """The package. Raises ValueError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ModuleNotFoundError as error:
+        if error.name != "wandb":
+            raise
+        raise ValueError("--log wandb needs the package wandb: pip install 'stepgraph[wandb]'") from error

@@ -1,26 +1,24 @@
 """Draws the loss curve of a run."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from stepgraph.train.records.files import read_metrics
-
 _INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e7eb"
 _TRAIN, _VAL, _UNIGRAM = "#2f6fb5", "#d1495b", "#6b7785"
 
 
-def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None) -> None:
-    """Draws the training loss, its running mean and the validation losses over the steps of ``metrics_jsonl``, with
+def loss_curve(records: Sequence[Mapping[str, Any]], png: Path, unigram_entropy: float | None) -> None:
+    """Draws the training loss, its running mean and the validation losses over the steps of ``records``, with
     ``unigram_entropy`` (nats per token) as a dashed line, and writes ``png``. Needs no display.
 
     Steps without a finite loss are left out; a run without any gives empty axes.
     """
-    records = read_metrics(metrics_jsonl)
     train = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
     val = [(record["step"], record["val_loss"]) for record in records if record.get("val_loss") is not None]
 

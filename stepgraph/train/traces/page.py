@@ -17,8 +17,7 @@ from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.page import PAGE, write_page
 from stepgraph.inspect.account.pipeline import spans_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span
-from stepgraph.train.records.files import read_metrics
-from stepgraph.train.records.folder import Summary
+from stepgraph.train.records.folder import Summary, read_metrics
 
 #: The chart of a pipeline's schedule in a run folder.
 SCHEDULE = "schedule.png"

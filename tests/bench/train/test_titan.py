@@ -24,8 +24,8 @@ from stepgraph.bench.train import command as train
 from stepgraph.bench.train import providers, titan
 from stepgraph.config.presets import PRESETS
 from stepgraph.models import Llama3Config, family_of, next_token_loss
-from stepgraph.models.deepseek_v3.deepseek_v3 import DeepSeekV3Config
-from stepgraph.models.moe.config import MoEConfig
+from stepgraph.models.deepseek_v3 import DeepSeekV3Config
+from stepgraph.models.moe import MoEConfig
 from stepgraph.models.rope import RopeScaling, YarnScaling
 
 CUDA = torch.device("cuda")

@@ -20,8 +20,7 @@ from stepgraph.bench.arguments import random_batch
 from stepgraph.bench.train import command as train
 from stepgraph.bench.train.providers import Provider, balance
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio, summary, train_section
-from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.layer import MoE
+from stepgraph.models.moe import MoE, MoEConfig
 from tests import forked
 
 SIZES = {

@@ -11,7 +11,7 @@ from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.provenance import phase_of, role_of
 from stepgraph.models import family_of
 from stepgraph.models import next_token_loss as one_rank_loss
-from stepgraph.models.moe.layer import MoE
+from stepgraph.models.moe import MoE
 from stepgraph.parallel import next_token_loss, parallelize
 from stepgraph.passes import StepOptions, chosen
 from tests.distributed.ranks import make_mesh, on_ranks

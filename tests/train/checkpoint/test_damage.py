@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from stepgraph.train.checkpoint import found
+from stepgraph.train.checkpoint import files
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 from tests.train.checkpoint.cases import FILES, Tiny, build, contents, equal, seed_all, train
 
@@ -241,8 +241,8 @@ def test_a_checkpoint_that_its_run_deletes_while_it_is_looked_for_is_passed_over
             shutil.rmtree(path)
         return verify(path, **options)
 
-    verify = found.verify
-    monkeypatch.setattr(found, "verify", pruned)
+    verify = files.verify
+    monkeypatch.setattr(files, "verify", pruned)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert resolve(checkpointer.folder).name == "step-00000003" and seen == [newest]

@@ -15,8 +15,8 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from stepgraph.train.data import PackedLoader, open_data, open_validation, token_cache, validation_batches
 from stepgraph.train.data.chat import ChatTemplate, ChatTokenizer
-from stepgraph.train.data.stream import Rows, inputs_and_targets
-from stepgraph.train.data.tokenizer_files import byte_level
+from stepgraph.train.data.token_cache import Rows, inputs_and_targets
+from stepgraph.train.data.tokenizer import byte_level
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message.role }}\n"

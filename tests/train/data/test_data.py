@@ -23,8 +23,7 @@ from stepgraph.train.data import (
 )
 from stepgraph.train.data import loader as data_loader
 from stepgraph.train.data.loader import entropy, unigram
-from stepgraph.train.data.sources import Sections, Stdlib
-from stepgraph.train.data.split import SECTION_BYTES, cut_sections, mix64, shuffled, split_by_hash
+from stepgraph.train.data.sources import SECTION_BYTES, Sections, Stdlib, cut_sections, mix64, shuffled, split_by_hash
 
 EOS = ByteTokenizer.eos_id
 

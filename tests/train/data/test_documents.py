@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.train.data import ByteTokenizer, MixedLoader, PackedLoader, Part, Source, token_cache, validation_batches
-from stepgraph.train.data.stream import Rows, positions_in_documents
-from stepgraph.train.data.token_cache import TokenCache
+from stepgraph.train.data.token_cache import Rows, TokenCache, positions_in_documents
 
 
 class Documents(Source):

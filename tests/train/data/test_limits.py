@@ -8,7 +8,7 @@ import pytest
 from stepgraph.errors import read_json
 from stepgraph.train.data import open_data
 from stepgraph.train.data.chat import ChatTemplate
-from stepgraph.train.records.files import status_of
+from stepgraph.train.records.folder import status_of
 
 TALK = [
     {"role": "user", "content": "hi"},

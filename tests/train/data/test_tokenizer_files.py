@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from stepgraph.train.data.tokenizer import ByteTokenizer, open_tokenizer
-from stepgraph.train.data.tokenizer_files import TokenizerFiles, byte_level
+from stepgraph.train.data.tokenizer import ByteTokenizer, TokenizerFiles, byte_level, open_tokenizer
 
 VOCABULARY = ["<|end_of_text|>", "<|begin_of_text|>", "<|eot_id|>", "hello", "world"]
 

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from stepgraph.train.data import PackedLoader, open_data
-from stepgraph.train.data.tokenizer_files import byte_level
+from stepgraph.train.data.tokenizer import byte_level
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 N = 40

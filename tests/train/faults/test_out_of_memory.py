@@ -39,7 +39,7 @@ def test_out_of_memory_says_what_was_asked_for_and_what_would_fit(
     total = memory_bytes(torch.device("cpu"))
     sizes = dict(zip(("none", "selective", "full"), (int(share * total) for share in peaks), strict=True))
     monkeypatch.setattr(Run, "_launch", fail)
-    monkeypatch.setattr("stepgraph.train.faults.out_of_memory.peak_bytes_by_policy", lambda spec: sizes)
+    monkeypatch.setattr("stepgraph.train.faults.peak_bytes_by_policy", lambda spec: sizes)
     assert trainer.here(*ONE_LAYER, *options, "--out", tmp_path / "run") == 1
     error = one_line(capsys)
     assert re.match(r"error: out of memory: asked for 20\.00? GiB; the step's estimated peak by --memory, of ", error)

@@ -16,8 +16,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.errors import write_text
 from stepgraph.inspect.account.page import write_page
 from stepgraph.train.records import folder
-from stepgraph.train.records.files import read_metrics, status_of
-from stepgraph.train.records.folder import RunFolder, Summary
+from stepgraph.train.records.folder import RunFolder, Summary, read_metrics, status_of
 
 
 def summary(**changes):

@@ -73,7 +73,7 @@ def test_a_missing_package_or_one_that_does_not_start_is_one_line(wandb, trainer
             raise ModuleNotFoundError("No module named 'wandb'", name="wandb")
         return original(name, *rest)
 
-    monkeypatch.setattr("stepgraph.train.records.tracker.importlib.import_module", missing)
+    monkeypatch.setattr("stepgraph.train.records.folder.importlib.import_module", missing)
     assert trainer.here(*WORDS, "--out", tmp_path / "none") == 2
     assert "error: --log wandb needs the package wandb: pip install 'stepgraph[wandb]'" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()

@@ -1,6 +1,6 @@
 """Kernels named by node, on traces made by hand in the form that torch.profiler exports."""
 
-from stepgraph.train.traces.names import Trace, label, labels, measured, renamed, sequence
+from stepgraph.train.traces.profile import Trace, label, labels, measured, renamed, sequence
 
 A, B = label("step", "mm", "layers.0"), label("step", "mul", "layers.1")
 

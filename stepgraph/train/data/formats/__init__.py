@@ -4,8 +4,7 @@ from pathlib import Path
 
 from stepgraph.errors import require_file
 from stepgraph.train.data.formats.files import JsonLines, Parquet, TextFile, unpacked
-from stepgraph.train.data.formats.hub import HuggingFace
-from stepgraph.train.data.formats.streamed import Streamed
+from stepgraph.train.data.formats.hub import HuggingFace, Streamed
 from stepgraph.train.data.sources import Corpus, Sections, Source, Stdlib
 
 FORMS = "stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet, hf:NAME or hf-stream:NAME"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from stepgraph.models.preference import PAIR
+from stepgraph.models.loss import PAIR
 from stepgraph.train.data.sources import PAIRS
 
 #: The fields of a conversation, the forms by which is looked first first: messages, ShareGPT's, Alpaca's, and pairs.

@@ -22,8 +22,7 @@ import numpy as np
 
 from stepgraph.errors import first_line
 from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, no_field, optional
-from stepgraph.train.data.sources import FileSource, describe_sections
-from stepgraph.train.data.split import cut_sections
+from stepgraph.train.data.sources import FileSource, cut_sections, describe_sections
 from stepgraph.train.data.token_cache import default_folder
 
 TEXT_SEPARATOR = b"<|endoftext|>"

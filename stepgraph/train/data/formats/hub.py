@@ -2,12 +2,15 @@
 
 import hashlib
 import os
+import re
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from stepgraph.train.data.formats.fields import columns_of, document_of, field_of, optional
-from stepgraph.train.data.sources import Source
+from stepgraph.train.data.sources import Corpus, Source, are_validation, mix64
 
 
 class HuggingFace(Source):
@@ -78,3 +81,112 @@ def cannot_load(name: str, error: Exception, datasets: ModuleType) -> ValueError
     reason = (str(told).splitlines() or [type(told).__name__])[0]
     form = name.partition(":")[0]
     return ValueError(f"cannot load {name} ({reason}): give {form}:NAME or {form}:NAME:CONFIG")
+
+
+_BLOCK = 4096  # rows of which it is found out together which are for validation
+SAMPLED_TOKENS = 1_000_000  # of which the unigram entropy is taken: they are read before the run begins
+
+
+class Streamed(Corpus):
+    """The "train" split of a data set on the Hub, or of a local folder of data files, by its files.
+
+    Validation is its "validation" split, else about 5% of each file's rows, by a hash of their numbers.
+
+    Attributes:
+        files: how many files, or other shards, the train split has.
+    """
+
+    most_sampled = SAMPLED_TOKENS
+
+    def __init__(self, spec: str, text_field: str):
+        self.name = f"hf-stream:{spec}"
+        datasets = optional("datasets", f"reading {self.name}")
+        name, config = parts_of(spec)
+        if saved_to_disk(name):
+            raise ValueError(f"{self.name} was written by save_to_disk and is here already: give hf:{spec}")
+        try:
+            builder = datasets.load_dataset_builder(name, config)
+            splits = builder.as_streaming_dataset()
+            first = next(iter(splits["train"]), None) if "train" in splits else None
+        except Exception as error:  # of the network, of each format, and the library's own
+            raise cannot_load(self.name, error, datasets) from error
+        require_train(self.name, splits)
+        if first is None:
+            raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
+        self.field, self.chat, self.unit = field_of(first, text_field, self.name)
+        self._decode(first, 0, 0)
+        self._columns = columns_of(first, self.field, self.chat)
+        self._train = splits["train"].select_columns(self._columns)
+        self._validation = splits.get("validation")
+        self.files: int = self._train.num_shards
+        self._paths = [str(path) for path in (builder.config.data_files or {}).get("train", [])]
+        self._only_validation = False
+        self._known: tuple[tuple[int, int], np.ndarray] = ((-1, -1), np.empty(0))
+
+    def documents(self, split: str) -> np.ndarray:
+        return np.arange(self.files)
+
+    def following(self, documents: np.ndarray, first: int, row: int) -> Iterator[tuple[bytes, int, int]]:
+        for place in range(first, len(documents)):
+            file = int(documents[place])
+            for number, document in self._rows(file, row):
+                if not self._is_validation(file, number):
+                    yield document, place, number + 1
+            row = 0
+
+    def texts(self, split: str | None) -> Iterator[bytes]:
+        if split == "val" and self._validation is not None:
+            for number, row in enumerate(self._checked(self._validation.select_columns(self._columns), "validation")):
+                yield self._decode(row, "validation", number)
+            return
+        for file in self.order(self.documents("val"), 0, 0).tolist():
+            for number, document in self._rows(file, 0):
+                if split is None or self._is_validation(file, number) == (split == "val"):
+                    yield document
+
+    def only_validation(self) -> None:
+        self._only_validation = True
+
+    def stamp(self) -> str:
+        """The names of the Hub's files, with their commit, and the times of local ones."""
+        facts = [path if "://" in path else f"{path} {os.stat(path).st_mtime_ns}" for path in self._paths]
+        return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+
+    def describe(self) -> str:
+        own = "its own validation split" if self._validation is not None else "5% of rows for validation"
+        return f"{self.name}: {self.files:,} files, read during the run; {own}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for files of the same names, wherever they lie and whichever commit they are of."""
+        folders = {os.path.dirname(path) for path in self._paths if "://" not in path}
+        root = os.path.commonpath(folders) if folders else ""
+        names = [os.path.relpath(p, root) if "://" not in p else re.sub(r"@[0-9a-f]{7,}", "", p) for p in self._paths]
+        facts = [type(self).__name__, self.field, str(self.files), *names]
+        return hashlib.blake2b("\n".join(facts).encode(), digest_size=8).hexdigest()
+
+    def _is_validation(self, file: int, number: int) -> bool:
+        if self._only_validation or self._validation is not None:
+            return self._only_validation
+        block, place = divmod(number, _BLOCK)
+        if self._known[0] != (file, block):
+            self._known = (file, block), are_validation(mix64((file << 40) + block * _BLOCK + np.arange(_BLOCK)))
+        return bool(self._known[1][place])
+
+    def _rows(self, file: int, first: int) -> Iterator[tuple[int, bytes]]:
+        part = self._train.shard(num_shards=self.files, index=file)
+        part = part.skip(first) if first else part
+        for number, row in enumerate(self._checked(part, f"file {file}"), first):
+            yield number, self._decode(row, file, number)
+
+    def _checked(self, rows: Any, where: str) -> Iterator[dict[str, Any]]:
+        """``rows``, whose errors are one line each."""
+        try:
+            yield from rows
+        except Exception as error:  # of the network, of each format, and the library's own
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(f"{self.name}, {where} can no longer be read ({reason}): resume when it can") from error
+
+    def _decode(self, row: dict[str, Any], file: int | str, number: int) -> bytes:
+        where = f"{self.name}, {file if isinstance(file, str) else f'file {file}'} row {number}"
+        return document_of(row, where, self.field, self.chat)

@@ -6,9 +6,8 @@ Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaF
 from dataclasses import dataclass
 from typing import Any
 
-from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Attention, Block, Decoder, SwiGLU
-from stepgraph.models.family import Family
+from stepgraph.models.family import Family, check_heads, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf
 from stepgraph.models.rope import RopeScaling
 

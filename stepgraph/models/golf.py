@@ -13,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.models.cache import Cache, LayerCache
-from stepgraph.models.checks import check_heads, check_positive
-from stepgraph.models.context import Context, own_mask, own_part
-from stepgraph.models.decoder import PLAN, Attention
-from stepgraph.models.documents import check_positions
-from stepgraph.models.family import Family
+from stepgraph.models.decoder import PLAN, Attention, Cache, LayerCache
+from stepgraph.models.documents import Context, check_positions, own_mask, own_part
+from stepgraph.models.family import Family, check_heads, check_positive
 from stepgraph.models.init import Part, init_parameters
 
 #: The tensor-parallel plan: module -> style.

@@ -10,13 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from stepgraph.models.checks import check_heads, check_positive
 from stepgraph.models.decoder import PLAN, Attention, Block
-from stepgraph.models.family import Family
+from stepgraph.models.family import Family, check_heads, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
-from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.decoder import EXPERTS_PLAN, FREE, MoEDecoder
-from stepgraph.models.moe.layer import MoE
+from stepgraph.models.moe import EXPERTS_PLAN, FREE, MoE, MoEConfig, MoEDecoder
 from stepgraph.models.rope import YarnScaling
 
 

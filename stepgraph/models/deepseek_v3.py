@@ -12,16 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.models.cache import LayerCache
-from stepgraph.models.checks import check_positive
-from stepgraph.models.context import Context
-from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, SwiGLU
-from stepgraph.models.documents import attend_within
-from stepgraph.models.family import Family
+from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, LayerCache, SwiGLU
+from stepgraph.models.documents import Context, attend_within
+from stepgraph.models.family import Family, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
-from stepgraph.models.moe.config import MoEConfig
-from stepgraph.models.moe.decoder import EXPERTS_PLAN, FREE, MoEDecoder
-from stepgraph.models.moe.layer import MoE
+from stepgraph.models.moe import EXPERTS_PLAN, FREE, MoE, MoEConfig, MoEDecoder
 from stepgraph.models.rope import YarnScaling, apply_rope_interleaved
 
 #: Eps of the norms of the latents, in the checkpoints whatever the others' is.

@@ -1,1 +1,0 @@
-"""golf: the small fast transformer of pytorch issue 179423."""

@@ -1,1 +1,0 @@
-"""Causal language models of Hugging Face's transformers, as they are."""
