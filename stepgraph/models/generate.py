@@ -20,8 +20,7 @@ def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: 
     """Up to ``n`` tokens after ``prompt``, until one of ``stop``, which is not given out.
 
     ``model`` is one of `stepgraph.models`, best in evaluation mode; the prompt runs once, then a token at a time. One
-    of transformers generates by itself.
-    Raises ``ValueError`` for an empty prompt.
+    of transformers generates by itself. Raises ``ValueError`` for an empty prompt.
     """
     if not prompt:
         raise ValueError("the prompt has no tokens; give at least one, such as the token that begins a text")

@@ -5,9 +5,8 @@ packed with pairs of answers:
     margin    = reward(chosen) - reward(rejected)
     loss      = -(1 - e) log sigmoid(margin) - e log sigmoid(-margin)
 
-with label smoothing e, the mean over pairs.
-Source: Rafailov et al., "Direct Preference Optimization", 2023, equation 7; label smoothing: Mitchell, "A note on DPO
-with noisy preferences", 2023.
+with label smoothing e, the mean over pairs. Source: Rafailov et al., "Direct Preference Optimization", 2023, equation
+7; label smoothing: Mitchell, "A note on DPO with noisy preferences", 2023.
 """
 
 import contextlib

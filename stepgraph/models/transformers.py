@@ -80,11 +80,10 @@ class CausalLM(nn.Module):
     """A model of transformers: tokens (B, T) int64 -> logits (B, T, V).
 
     ``weights``: whether to read the weights in the folder, in ``dtype``; otherwise transformers draws them. ``lora``:
-    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA,
-    quantizes weights of a model on the CPU, experts only after the adapter was added; returns what has
-    ``dequantize(dtype)`` by parameter name, and one line about weights left unquantized. ``shapes``: of the tensors in
-    the folder. If given, weights that can be read in parts are not read here: ``pieces`` lists them by the names of
-    ``inner``.
+    options of ``peft.LoraConfig``; the weights are then read and frozen. ``quantize``: with LoRA, quantizes weights of
+    a model on the CPU, experts only after the adapter was added; returns what has ``dequantize(dtype)`` by parameter
+    name, and one line about weights left unquantized. ``shapes``: of the tensors in the folder. If given, weights that
+    can be read in parts are not read here: ``pieces`` lists them by the names of ``inner``.
     """
 
     def __init__(

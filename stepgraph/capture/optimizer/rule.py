@@ -130,9 +130,8 @@ def count_dtype() -> torch.dtype:
 
 
 class Rule(ABC):
-    """One kind of optimizer. ``constants``: options of a group that the graph has as constants. ``flags``: options
-    that must be off. ``complex``: whether parameters may be complex. ``shards``: whether a shard's update needs no
-    other."""
+    """One kind of optimizer. ``constants``: options of a group that the graph has as constants. ``flags``: options that
+    must be off. ``complex``: whether parameters may be complex. ``shards``: whether a shard's update needs no other."""
 
     constants: ClassVar[tuple[str, ...]] = ()
     flags: ClassVar[tuple[str, ...]] = ()
@@ -247,9 +246,8 @@ class SGDRule(Rule):
     formula, bitwise equal to eager on a CPU.
 
     Eager sets the momentum buffer to the first gradient, and a graph has no first step. A buffer of -0.0 gives the same
-    bits: ``momentum * -0.0 + g`` is ``g``, its sign included. Not with dampening, where the optimizer's own ``step``
-    is traced.
-    Source: Sutskever et al., On the importance of initialization and momentum (2013).
+    bits: ``momentum * -0.0 + g`` is ``g``, its sign included. Not with dampening, where the optimizer's own ``step`` is
+    traced. Source: Sutskever et al., On the importance of initialization and momentum (2013).
     """
 
     constants = ("momentum", "weight_decay", "nesterov", "maximize", "fused", "foreach")
