@@ -22,8 +22,7 @@ FIRST_STEPS = 5
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar;
-    ``options``: of stepgraph's step."""
+    """What a step is made of, the same for every provider. ``loss_fn(model, batch)`` gives an fp32 scalar;"""
 
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], torch.Tensor]

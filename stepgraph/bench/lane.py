@@ -222,8 +222,7 @@ def requests() -> Iterator[dict[str, Any]]:
 
 
 def serve(run: Run, answer: Callable[[dict[str, Any]], None]) -> None:
-    """In the child: ``run.first_steps()``, then the rounds of `measured`, and other requests by methods of ``run`` of
-    their names."""
+    """In the child: ``run.first_steps()``, then the rounds of `measured`, and requests by the methods of ``run``."""
     answer(run.first_steps())
     for request in requests():
         if request["do"] == "round":  # steps queued one after another as a training loop does

@@ -113,8 +113,7 @@ def kind_of(settings: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
-    """(environment, settings, rows) that ``write`` wrote; rows of the benchmark's class. Raises ValueError for another
-    file."""
+    """(environment, settings, rows) that ``write`` wrote; of the benchmark's class. ValueError for another file."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings = record["settings"]

@@ -1,5 +1,4 @@
-"""What every benchmark of a training step records per provider, and its tables: aligned for a terminal, and Markdown as
-they are."""
+"""What every benchmark of a training step records per provider, and its tables, aligned Markdown."""
 
 import dataclasses
 import math

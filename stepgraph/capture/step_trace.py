@@ -35,7 +35,6 @@ from stepgraph.capture.python.replay import Replay, ReplayError
 from stepgraph.capture.python.torch_random import refusing_seeds
 from stepgraph.capture.python.values import is_under_torch
 from stepgraph.capture.recorder import Recorder, RunAgain, calls_to_repeat
-from stepgraph.capture.reshapes import reshape_by_views
 from stepgraph.capture.roles import record_roles
 from stepgraph.capture.state import (
     OutsideError,
@@ -51,7 +50,7 @@ from stepgraph.capture.state import (
     unwrap,
     wrap,
 )
-from stepgraph.capture.tidy import compute_values_alone, keep_workspaces, name_inputs, name_numbers
+from stepgraph.capture.tidy import compute_values_alone, keep_workspaces, name_inputs, name_numbers, reshape_by_views
 from stepgraph.errors import CaptureError
 from stepgraph.graph import values
 from stepgraph.graph.program import StepProgram

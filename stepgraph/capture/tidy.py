@@ -1,19 +1,22 @@
 """What is done to a graph right after its trace, before anything else reads it."""
 
 import torch
+from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.formulas import ALONE, BY_GRADIENTS
 from stepgraph.graph import values
-from stepgraph.graph.edit import Builder, fake_value
-from stepgraph.graph.facts import is_view
+from stepgraph.graph.edit import Builder, fake_value, replace
+from stepgraph.graph.facts import is_overload, is_view
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import StepGraph
+
+aten = torch.ops.aten
 
 
 def keep_workspaces(step: StepGraph) -> None:
     """oneDNN's recurrent layers that were called in gradient mode run in it, see `stepgraph.kernels.recurrent`."""
-    for node in step.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer.default):
+    for node in step.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
         if node.meta["val"][3].numel():  # a workspace
             node.target = torch.ops.stepgraph.rnn_layer.default
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])
@@ -26,14 +29,14 @@ def compute_values_alone(step: StepGraph) -> None:
             step.graph.erase_node(user)
         node.args = (*(*node.args, False)[:2], False)
         node.kwargs = {name: value for name, value in node.kwargs.items() if name == "driver"}
-        if node.target is torch.ops.aten._linalg_eigh.default:
+        if node.target is aten._linalg_eigh.default:
             node.args = (node.args[0], "L" if node.args[1] is False else node.args[1], False)
         node.meta["val"] = fake_value(node)
 
 
 def name_numbers(step: StepGraph) -> None:
     """Give views and casts of Python numbers (``x * 1j`` has some in its backward) a node that they read."""
-    aten, kinds = torch.ops.aten, {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+    kinds = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
     for node in list(step.graph.nodes):
         number = node.args[0] if node.args else None
         if type(number) in kinds and (is_view(node) or node.target is aten._to_copy.default):
@@ -57,3 +60,39 @@ def name_inputs(step: StepGraph) -> None:
         set_provenance(node, Provenance(what.module if isinstance(what, values.ModelTensor) else "", "input", ""))
         compat.rename_node(node, f"{what.kind}_{what.name}")
     step.inputs = keep
+
+
+def reshape_by_views(step: StepGraph) -> None:
+    """Operators that make a tensor object another view become operators that give this view, which later nodes read:
+    ``t_(x)`` -> ``t(x)``, ``set_(x, y)`` -> ``alias(y)``. Passes and compilers take a node for one tensor of one form.
+    On inputs they stay, since the caller sees the new form.
+    """
+    stay: set[fx.Node] = set()
+    for node in list(step.graph.nodes):
+        if is_overload(node) and torch.Tag.inplace_view in node.target.tags:
+            if node.args[0].op == "placeholder" or node.args[0] in stay:
+                stay.add(node)
+            elif (view := _view(node)) is not None:
+                replace(node, view)
+
+
+def _view(node: fx.Node) -> fx.Node | None:
+    """What ``node`` makes its first argument, as a node of its own; None where that may lie in new memory."""
+    build, source, made = Builder(node, before=node), node.args[0], node.meta["val"]
+    name, overload = node.target._schema.name.removeprefix("aten::"), node.target._overloadname
+    if name == "set_":
+        if overload == "source_Tensor":
+            return build(aten.alias.default, node.args[1])
+        return build(aten.empty.memory_format, [0], dtype=made.dtype, device=made.device)
+    if name in ("resize_", "resize_as_"):
+        if _end(made) > _end(source.meta["val"]):
+            return None
+        return build(aten.as_strided.default, source, [*made.shape], [*made.stride()], made.storage_offset())
+    operator = getattr(aten, name.removesuffix("_"))
+    return build(getattr(operator, "int" if name == "transpose_" else overload), *node.args)
+
+
+def _end(value: torch.Tensor) -> int:
+    """The element of its storage that a tensor ends before."""
+    steps = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.storage_offset() + (1 + steps if value.numel() else 0)

@@ -1,7 +1,6 @@
 """What ends a run early: losses and gradient norms that are not finite, unless their steps are skipped and counted; out
-of memory, reported with the memory policy that would fit; and errors that leave a run's weights as they are, such as
-records that cannot be written: the run stops as for a signal, on all ranks after the same step, saves, and ends with
-the error.
+of memory, reported with the memory policy that would fit; and errors that leave the weights as they are, such as
+records that cannot be written: the run stops as for a signal, saves, and ends with the error.
 """
 
 import contextlib

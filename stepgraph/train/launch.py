@@ -1,7 +1,6 @@
 """``stepgraph train --nproc N``: starts ranks on this machine, in the environment that torchrun gives them.
 
-torchrun imports torch and then starts the ranks, which import it again. Here the ranks start first, which saves
-seconds.
+torchrun imports torch and then starts the ranks, which import it again. Here the ranks start first.
 """
 
 import contextlib
@@ -154,9 +153,8 @@ def _passed_on(ranks: list[subprocess.Popen]) -> Iterator[None]:
 
 def end_with_launcher() -> None:
     """From now on, in a rank that ``--nproc`` or torchrun started, a thread ends this process within 2 s of its
-    launcher's end, with status 1. It needs no answer of the main thread, which may be inside a collective. A launcher
-    that was killed with -9 can neither end its ranks nor start others: they would train on next to the run that is
-    resumed, or wait for its store forever."""
+    launcher's end, with status 1. A launcher that was killed with -9 can neither end its ranks nor start others: they
+    would train on next to the run that is resumed, or wait for its store forever."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = int(os.environ.get(LAUNCHER, os.getppid()))

@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 class Samples:
-    """The samples of a run: at validations of every ``sample_every`` steps, and at the end. The run stays
-    the same bit for bit.
+    """The samples of a run: every ``sample_every`` steps, and at the end. They change no bit of the run.
 
     Raises ``ValueError``, in one line, as `Writer` does, for steps without a validation, a mesh that splits the model,
     and a prompt that the model has no room for.

@@ -54,8 +54,7 @@ class Saving:
 
     def save(self, step: int, state: dict[str, Any], *, last: bool, evict: bool = True) -> float:
         """Save the state after ``step`` updates, unless that is done; the ``last`` is waited for, and so is the one
-        before. ``evict``: older checkpoints than the ones to keep are deleted. The seconds that the run waited. Raises
-        OSError in one line."""
+        before. ``evict``: older checkpoints than the ones to keep are deleted. The seconds waited. Raises OSError."""
         began = time.perf_counter()
         if last:
             self.finish()
@@ -101,8 +100,7 @@ def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tupl
     """The model of the run ``folder``, or of ``RUN/checkpoints/step-N``, with ``config`` as `run_config` gives it, on
     ``device`` (auto, cpu or cuda); and the step it is of.
 
-    In evaluation mode, in the dtypes that the run computed in. Raises ``ValueError``, in one line, where there is no
-    checkpoint that can be used.
+    In evaluation mode, in the run's dtypes. Raises ``ValueError`` where there is no checkpoint that can be used.
     """
     rounds = config.precision == "bf16" and config.mesh_spec is not None and config.lora is None  # shards are fp32
     alone = dataclasses.replace(config, mesh=None, precision="fp32" if rounds else config.precision)

@@ -197,8 +197,7 @@ def model_line(config: TrainConfig, params: int) -> str:
 
 
 def quantized_words(config: TrainConfig, model: Any) -> str:
-    """How many weights are quantized, their size before and after, and which are left unquantized; empty if the run
-    quantizes none."""
+    """How many weights are quantized, their size before and after, and which are left; empty if none are."""
     if config.quantize is None:
         return ""
     experts = sum(len(weight.shape) == 3 for weight in model.quantized.values())

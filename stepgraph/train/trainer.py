@@ -83,8 +83,7 @@ class Figures:
     def ms_since(self, before: "Figures | None") -> float | None:
         """Milliseconds on the GPU from the numbers ``before`` to these, both there; None without a GPU or ``before``.
 
-        The host reads the numbers of one step while it launches the next, so the time between two reads is not that of
-        a step."""
+        The host reads the numbers of one step while it launches the next, so that time between reads is no step's."""
         if self._there is None or before is None or before._there is None:
             return None
         return before._there.elapsed_time(self._there)
@@ -583,8 +582,7 @@ class Run:
 
     def close(self, status: str, error: str | None) -> None:
         """Write the records that come last, and say where they are. What cannot be written is noted in ``failures``.
-        The watch's thread and the main thread may both find a reason to end: the second waits until the first has
-        written its own."""
+        The watch's thread and the main thread may both come here: the second waits for the first."""
         with self.ending:
             if not self.ended:
                 self.ended = True

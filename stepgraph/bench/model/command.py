@@ -71,8 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_model(argv: list[str]) -> tuple[list[str], ModelBench]:
-    """(models, options) of ``argv``. Raises ValueError, in one line, for an unknown model, option or provider and for a
-    bad value."""
+    """(models, options) of ``argv``. Raises ValueError for an unknown name and for a bad value."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     models = f"{', '.join(WHOLE)}; with {TINY} after a name: its tiny form"
     text = f"{ModelBench.__doc__} Models: {models}. Providers: {', '.join(PROVIDERS)}."

@@ -1,5 +1,4 @@
-"""The measured models: configurations of ``transformers`` and models of `written`, set out in models.json so that
-nothing is downloaded.
+"""The measured models: configurations of ``transformers`` and models of `written`, set out in models.json.
 
 Sizes are from the models' authors (their ``config.json``), with fewer layers or experts where the name or ``MODELS``
 says so; weights are random. Every model is built as its library makes it, in bf16 with SDPA attention, and gives the
@@ -138,8 +137,7 @@ def _adapted(model: nn.Module, rank: int) -> nn.Module:
 
 
 def batch_of(name: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch as keyword arguments of the model, the same in every process. It is random, so that a step always has
-    something to learn."""
+    """The batch as keyword arguments of the model, the same in every process. It is random."""
     generator = torch.Generator().manual_seed(BATCH_SEED)
     batch = TASKS[MODELS[name].task].batch(MODELS[name], generator)
     return {key: value.to(device) for key, value in batch.items()}

@@ -69,8 +69,7 @@ def where_line(row: Row) -> str:
 
 
 def summary(records: Sequence[tuple[str, Sequence[Row]]]) -> str:
-    """Over all models: ours against the best of the others, model by model, and geometric means. ``records``: (model,
-    its rows)."""
+    """Over all models: ours against the best of the others, model by model, with geometric means."""
     found = [ratios(model, rows) for model, rows in records]
     columns = ["model", "best other", "speed", "memory", "first step", f"{RUN:,} steps"]
     figures = [[getattr(r, name) for r in found] for name in ("speed", "memory", "first_step", "run")]
@@ -125,8 +124,7 @@ class Ratios:
 
 def ratios(model: str, rows: Sequence[Row]) -> Ratios:
     """For one model's ``rows``: speed over the fastest other provider, memory over the least of any other, the first
-    step over that of ``torch.compile`` by default, a run over the fastest run. A provider with wrong losses counts for
-    nothing."""
+    step over that of ``torch.compile`` by default, a run over the fastest run. Wrong losses count for nothing."""
     usable = [row for row in rows if row.step_ms and not row.error and not row.disagreement]
     ours = next((row for row in usable if row.provider == OURS), None)
     others = [row for row in usable if not row.provider.startswith(OURS)]

@@ -3,10 +3,9 @@
 Each is called as its users call it. Forward runs with gradients on, as in training: it stores what backward needs.
 Backward is ``torch.autograd.grad(..., retain_graph=True)`` through the package's own autograd function, for the
 gradients of x, weight and (layer norm) bias. Only QuACK's layer norm has no autograd function: its public
-``layernorm_fwd`` and ``layernorm_bwd`` are called directly, with the fp32 weights that they ask for. torch.compile
-gets ``torch.nn.functional`` of static shapes, after a reset for every shape, once by its own rules and once by those of
-``stepgraph.inductor``; max-autotune is measured without CUDA graphs of its own, which would copy x, and under the same
-CUDA graph as all others.
+``layernorm_fwd`` and ``layernorm_bwd`` are called directly, with the fp32 weights that they ask for. torch.compile gets
+``torch.nn.functional`` of static shapes, after a reset for every shape, once by its own rules and once by those of
+``stepgraph.inductor``; max-autotune is measured without CUDA graphs of its own, which would copy x.
 """
 
 from importlib import import_module

@@ -40,8 +40,7 @@ def main() -> None:
 
 
 def make_parts(config: TrainConfig, device: torch.device) -> Parts:
-    """The measured job: model, loss, batch and optimizer. Weights and batch are the same in every process and on every
-    device."""
+    """The measured job: model, loss, batch and optimizer. Weights and batch are the same in every process."""
     batch = {name: tokens.to(device) for name, tokens in random_batch(config).items()}
     model = build_model(config, device)
 

@@ -130,8 +130,7 @@ def measure(
 def run_ranks(
     row: TrainRow, config: TrainConfig, options: TrainBench, device: torch.device, folder: Path
 ) -> tuple[dict[str, Any], str | None]:
-    """Starts the ranks of the row's provider with torchrun and waits for them: figures of a `TrainRow`, and what went
-    wrong."""
+    """Starts the ranks of the row's provider with torchrun and waits for them: a `TrainRow`'s figures, and failures."""
     name = row.provider
     job, log = folder / "job.json", folder / "log"
     trace = str(options.traces.resolve() / f"{name}.json.gz") if options.traces is not None else None

@@ -150,8 +150,7 @@ def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]
     """``TRACED_STEPS`` under torch.profiler, which records the GPU alone: the host is slowed least. ``trace``: where
     rank 0 keeps the Chrome trace, gzipped.
 
-    One step more comes first and is not recorded: the profiler takes ranks different times to start, for which the
-    others would seem to communicate.
+    A step before them is not recorded: ranks take different times to start, for which others would seem to communicate.
     """
     _wait(torch.device("cuda"))
     dist.barrier()

@@ -2,8 +2,7 @@
 
 torchtitan is imported where it is used, so that everything else works without it. What it is given: a job
 configuration, model arguments with the preset's dimensions, our tokens and our initial weights, and a metrics processor
-that reads a loss only when it is asked for one. The model, its parallelism, its compilation, its optimizer and its step
-are torchtitan's own.
+that reads a loss only when it is asked for one. All else is torchtitan's own.
 """
 
 import contextlib
@@ -247,8 +246,7 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
 
 
 def rounded_weights(config: TrainConfig) -> bool:
-    """Whether its parameters and AdamW state are in ``config.precision``: without shards, tensor and pipeline
-    parallelism have no mixed precision there."""
+    """Whether its parameters and AdamW state are in ``config.precision``: without shards, it has no mixed precision."""
     mesh = config.mesh_spec
     return mesh.dp_shard == 1 and (mesh.pp > 1 or mesh.tp > 1) and config.precision != "fp32"
 
@@ -257,8 +255,7 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
     """The fields of torchtitan's ``JobConfig`` that differ from its defaults, by section, dotted where it is nested.
 
     Mixed precision as `stepgraph train` has it under a mesh: fp32 at rest, gathered and computed in ``precision``,
-    gradients reduced in fp32; but for `rounded_weights`. ``folder``: for what it writes. ``balanced``: every expert
-    gets as many tokens.
+    gradients reduced in fp32; but for `rounded_weights`. ``folder``: for what it writes.
     """
     mesh = config.mesh_spec
     # It cuts the batch of a rank into the microbatches of a pipeline, and else adds up batches of ranks.
@@ -331,8 +328,7 @@ Region = tuple[tuple[int, int], ...]
 
 @torch.no_grad()
 def fill(model: nn.Module, config: TrainConfig) -> None:
-    """Gives torchtitan's ``model``, or a stage of it, the weights that ours starts from, each rank its own part; norms
-    are one in both."""
+    """Gives torchtitan's ``model``, or a stage of it, the weights that ours starts from, each rank its part."""
     family = family_of(config.model)
     peer = PEERS[family.name]
     with torch.device("meta"):

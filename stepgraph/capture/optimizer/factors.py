@@ -1,7 +1,8 @@
 """Replaces operators that take a tape's numbers by ones that take tensors, with the same bits.
 
 A number that a graph holds would be the same in every step. One that a step computes (see
-`stepgraph.capture.optimizer.tape`) is an input of the graph, a scalar tensor in fp64.
+`stepgraph.capture.optimizer.tape`) is an input of the graph, a scalar tensor in fp64, as Python's numbers are; torch
+rounds a number to the dtype that an operator computes in, fp32 for bf16 and fp16.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,8 +10,80 @@ from typing import Any
 
 import torch
 
-from stepgraph.capture.optimizer.arithmetic import HALF, add_quotient, add_scaled, divided, lerp, scaled, wide
 from stepgraph.errors import CaptureError
+from stepgraph.kernels.optimizer import add_scaled as add_on_cpu
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in the dtype that operators on it compute in."""
+    return x.float() if x.dtype in HALF else x
+
+
+def _binary(operation: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable:
+    """An operation of a tensor and a scalar tensor, as of a tensor and a number."""
+
+    def run(x: torch.Tensor, y: Any) -> torch.Tensor:
+        if x.ndim == 0:  # two tensors without dimensions would promote to fp64
+            return run(x.view(1), y).view(())
+        if x.is_cuda and x.dtype in HALF:  # a CUDA operator would round the number to half precision
+            return operation(wide(x), y).to(x.dtype)
+        return operation(x, y)
+
+    return run
+
+
+_times, _over = _binary(torch.mul), _binary(torch.div)
+_plus, _minus = _binary(torch.add), _binary(torch.sub)
+_from = _binary(lambda x, y: torch.sub(y, x))
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor | float, foreach: bool | None = False) -> torch.Tensor:
+    """``x * number``. ``foreach``: as ``torch._foreach_mul_``, which on a CPU rounds the number to half precision."""
+    if foreach and x.dtype in HALF and not x.is_cuda:
+        is_tensor = isinstance(factor, torch.Tensor)
+        return x * (factor.to(x.dtype) if is_tensor else torch.full((), factor, dtype=x.dtype))
+    return _times(x, factor) if isinstance(factor, torch.Tensor) else x * factor
+
+
+def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``torch.add(x, y, alpha=number)``: one multiply-add, which no operator on a CPU offers with a tensor factor."""
+    if not x.is_cuda:
+        return add_on_cpu(x, y, factor)
+    total = wide(x)
+    return torch.addcmul(total, y.to(total.dtype), factor.to(total.dtype)).to(x.dtype)
+
+
+def add_quotient(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``torch.addcdiv(x, y, z, value=number)``, in the order of each device: it rounds half precision once, at the
+    end."""
+    x_, y_, z_ = wide(x), wide(y), wide(z)
+    if x.is_cuda:
+        return add_scaled(x_, y_ / z_, value).to(x.dtype)
+    return (x_ + scaled(y_, value) / z_).to(x.dtype)
+
+
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``torch.lerp(start, end, number)``."""
+    first = wide(start)
+    return torch.lerp(first, wide(end), weight.to(first.dtype)).to(start.dtype)
+
+
+def power(x: torch.Tensor, exponent: float) -> torch.Tensor:
+    """Python's ``x ** exponent`` for an fp64 ``x``; torch's own takes ways around ``pow`` that round otherwise."""
+    return torch.pow(x, torch.full_like(x, exponent))
+
+
+def larger(number: float, x: torch.Tensor) -> torch.Tensor:
+    """Python's ``max(number, x)``: the number where ``x`` is NaN."""
+    return torch.where(x > number, x, number)
+
+
+def smaller(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Python's ``min(x, y)``: ``x`` where ``y`` is NaN."""
+    return torch.where(y < x, y, x)
+
 
 Tensor = torch.Tensor
 #: The scalar tensor of a number, on a device.
@@ -65,25 +138,12 @@ def unknown(name: str) -> CaptureError:
     )
 
 
-def _binary(operation: Callable[[Tensor, Any], Tensor]) -> Callable:
-    """An operation of a tensor and a scalar tensor, as of a tensor and a number."""
-
-    def run(x: Tensor, y: Any) -> Tensor:
-        if x.ndim == 0:  # two tensors without dimensions would promote to fp64
-            return run(x.view(1), y).view(())
-        if x.is_cuda and x.dtype in HALF:
-            return operation(wide(x), y).to(x.dtype)
-        return operation(x, y)
-
-    return run
-
-
 def _mul(x: Any, y: Any) -> Tensor:
     return scaled(x, y) if x.dtype != torch.float64 or x.ndim else scaled(y, x)
 
 
 def _div(x: Tensor, y: Any, rounding_mode: str | None = None) -> Any:
-    return NotImplemented if rounding_mode else divided(x, y)
+    return NotImplemented if rounding_mode else _over(x, y)
 
 
 def _add(x: Tensor, y: Any, alpha: Any = 1) -> Any:
@@ -100,11 +160,6 @@ def _sub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
 
 def _rsub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
     return _from(x, y) if not isinstance(alpha, Tensor) and alpha == 1 else NotImplemented
-
-
-_plus = _binary(torch.add)
-_minus = _binary(torch.sub)
-_from = _binary(lambda x, y: torch.sub(y, x))
 
 
 def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from stepgraph.capture.optimizer.arithmetic import add_scaled, larger, lerp, power, scaled, smaller
-from stepgraph.capture.optimizer.skip import Skip
+from stepgraph.capture.guard import Skip
+from stepgraph.capture.optimizer.factors import add_scaled, larger, lerp, power, scaled, smaller
 
 # AdamW for bf16 parameters, with fp32 master weights
 

@@ -1,5 +1,4 @@
-"""Checkpoints that are written while the run continues: the state is copied to the host, and a thread writes the
-copy."""
+"""Checkpoints that are written while the run continues: the state is copied to the host, a thread writes it."""
 
 import os
 import re

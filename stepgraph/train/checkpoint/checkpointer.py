@@ -65,8 +65,7 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class Checkpointer:
-    """Saves, finds and loads the checkpoints of one run; the ``keep`` newest stay, and those of each ``keep_every``
-    steps (0: none).
+    """Saves, finds and loads the checkpoints of one run; the ``keep`` newest stay, and one each ``keep_every`` steps.
 
     ``folder`` is the run's ``checkpoints`` folder, made at the first save. Under ``torch.distributed`` every rank calls
     :meth:`save` and :meth:`load` with its own state (DTensors go as shards) on one shared file system.
@@ -234,8 +233,7 @@ class Checkpointer:
         self._then()
 
     def finish(self, evict: bool = True) -> None:
-        """The run is done: delete what a save would have deleted that a process was killed in, and what `rewind` left
-        for later."""
+        """The run is done: delete what a killed save would have deleted, and what `rewind` left for later."""
         self.settle()
         self._clean()
         if newest := self.latest():

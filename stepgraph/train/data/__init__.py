@@ -15,8 +15,7 @@ Loader = PackedLoader | MixedLoader
 
 @dataclass(frozen=True)
 class DataBundle:
-    """Opened sources, of which a mixture has several, their tokenizer, and a one-line description of how much text
-    there is."""
+    """Opened sources, of which a mixture has several, their tokenizer, and a line on how much text there is."""
 
     parts: tuple[Part, ...]
     tokenizer: Tokenizer

@@ -58,8 +58,7 @@ class ChatTemplate:
         """The text of ``messages``, and the (start, end) of all that the assistant says, its ends of turns included.
 
         As ``{% generation %}`` marks it; in a template without these, what each of the assistant's messages adds to the
-        text up to there. Raises ``ValueError`` where a template rewrites earlier messages, so that this cannot be
-        known.
+        text up to there. Raises ``ValueError`` where a template rewrites earlier messages.
         """
         if self._marks:
             text, spans = _without_marks(self._render(messages, False))

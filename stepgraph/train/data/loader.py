@@ -258,8 +258,7 @@ def to_batch(rows: np.ndarray, source: Corpus) -> Batch:
 
 
 def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: dict[str, Any]) -> None:
-    """Raise ``ValueError`` where a saved ``state`` lacks a key, of ``position`` or ``identity``, or is not of
-    ``identity``."""
+    """Raise ``ValueError`` where a saved ``state`` lacks a key of ``position`` or ``identity``, or is of another."""
     for key in (*position, *identity):
         if key not in state:
             raise ValueError(

@@ -151,8 +151,7 @@ def stream_of(eos_id: int, row: int | None, there: int = 0, pairs: bool = False)
 
 
 def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows of the stream (B, T + 1) int64: tokens (B, T), and the next tokens, `IGNORE` where one is no
-    target."""
+    """Split rows of the stream (B, T + 1) int64: tokens (B, T), and the next, `IGNORE` where it is no target."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     return np.where(inputs < 0, ~inputs, inputs), np.where(targets < 0, IGNORE, targets)
 

@@ -244,8 +244,7 @@ class TokenizerFiles:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """`ByteTokenizer` as one of the ``tokenizers`` library: a token per byte with the byte as its id, and 256 for the
-    end of a document."""
+    """`ByteTokenizer` as one of the ``tokenizers`` library: a byte is the id of its token, 256 ends a document."""
     letters = _letters()
     tokenizer = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

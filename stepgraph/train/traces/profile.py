@@ -1,8 +1,7 @@
 """``--profile 10:13``: a trace of some steps, its kernels named by node and module, and measured times for the page.
 
-A CUDA graph does not say for which node it launches a kernel. One step before it is recorded runs node by node
-instead, each node inside a range of its own: the k-th kernel of a name in a replay is for the node that launched the
-k-th kernel of that name then.
+A CUDA graph does not say for which node it launches a kernel. One step before it is recorded runs node by node instead,
+each node in a range of its own: a replay's k-th kernel of a name is of the node that launched the k-th then.
 """
 
 import bisect
@@ -131,8 +130,7 @@ def _ranges(captured: stepgraph.CapturedStep) -> Iterator[None]:
 
 
 class MemorySnapshot:
-    """``--memory-snapshot``: records allocations from now on. A snapshot holds Python's stack of each, some 100 MB for
-    a large model."""
+    """``--memory-snapshot``: records allocations from now on. A snapshot holds Python's stack of each."""
 
     def __init__(self, folder: Path):
         self.path = folder / SNAPSHOT
