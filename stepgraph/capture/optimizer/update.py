@@ -22,12 +22,11 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.batch_reads import reads_shape
-from stepgraph.capture.guard import Skip
 from stepgraph.capture.optimizer import host_state as host
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.own_run import Run, run_step
 from stepgraph.capture.optimizer.own_step import Again, OwnStep, StandIn, as_held, parts_of
-from stepgraph.capture.optimizer.rule import AdafactorRule, AdamRule, MasterAdamW, Member, Rule, SGDRule
+from stepgraph.capture.optimizer.rule import AdafactorRule, AdamRule, MasterAdamW, Member, Rule, SGDRule, Skip
 from stepgraph.capture.optimizer.spread import momentum_alone
 from stepgraph.capture.optimizer.tape import is_number, wrapped
 from stepgraph.capture.state import Slot, unwrap, wrap
