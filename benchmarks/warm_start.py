@@ -41,7 +41,7 @@ def start(name: str, device: str, layers: int | None, folder: str) -> dict[str, 
     import torch
 
     import stepgraph
-    from stepgraph.bench.arguments import MAX_GRAD_NORM
+    from stepgraph.bench.harness import MAX_GRAD_NORM
     from stepgraph.bench.model import models
     from stepgraph.bench.model.child import fused_adamw, loss_of
     from stepgraph.config.environment import environment

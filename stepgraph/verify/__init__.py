@@ -1,5 +1,5 @@
 """A captured step compared with eager: both from one state, compared bit for bit, and everything put back."""
 
 from stepgraph.verify.case import Case
-from stepgraph.verify.run import verify
+from stepgraph.verify.locate import verify
 from stepgraph.verify.state import Difference, VerifyReport

@@ -1,9 +1,10 @@
-"""Finds where a captured step first differs from eager.
+"""Compares a captured step with eager, and finds where it first differs.
 
-First the graph as it was captured is run node by node, next to the operators that eager runs. If they agree, the passes
-are added one by one, each time to a copy of that graph, until a result is no longer eager's.
+The graph as it was captured is first run node by node, next to the operators that eager runs. If they agree,
+the passes are added one by one, each time to a copy of that graph, until a result is no longer eager's.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +24,8 @@ from stepgraph.passes import Pass, Target, resolve
 from stepgraph.run.bound import BoundStep
 from stepgraph.run.interpreter import Interpreter
 from stepgraph.run.memory import Memory
-from stepgraph.verify.case import Case, calls, differ, outcome
-from stepgraph.verify.state import Key, Snapshot, differences
+from stepgraph.verify.case import Case, calls, differ, outcome, tolerance
+from stepgraph.verify.state import KINDS, Key, Snapshot, VerifyReport, differences
 
 #: Shape, dtype, and a sum over the content's bytes.
 Fingerprint = tuple[tuple[int, ...], torch.dtype, int]
@@ -172,3 +173,35 @@ def _described(node: fx.Node) -> str:
     file, _, line = where.source.rpartition(":")
     place = f"{where.path or 'the model'} ({os.path.basename(file)}:{line})"
     return f"{node.name} = {node.target}, {where.phase} of {place}"
+
+
+def verify(case: Case, locate: bool) -> VerifyReport:
+    """Compare the step of ``case`` with eager; everything that they change is as before afterwards.
+
+    ``locate``: if they differ, also look for the first node, or the pass, that differs: captures the step again, up
+    to once for each pass.
+    """
+    snapshot = Snapshot(case.state)
+    try:
+        eager = outcome(case, case.eager)
+        captured = {}
+        for _ in range(calls(case.bound.traced.program)):
+            snapshot.restore()
+            captured = outcome(case, lambda: case.bound(case.leaves))
+        found = differences(eager, captured)
+        report = VerifyReport(
+            loss=(float(eager["loss", "loss"]), float(captured["loss", "loss"])),
+            compared={kind: sum(key[0] == kind for key in eager) for kind in KINDS},
+            differences=tuple(found),
+            tolerance=tolerance(case.bound.traced.program),
+        )
+        if not differ(eager, captured):
+            return report
+        snapshot.restore()
+        if differ(eager, outcome(case, case.eager)):
+            return dataclasses.replace(report, repeats=False)
+        if locate:
+            report = dataclasses.replace(report, parted=where_they_differ(case, snapshot, eager))
+        return report
+    finally:
+        snapshot.restore()

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepgraph.bench.arguments import LEARNING_RATE
-from stepgraph.bench.harness import CapturedStep, EagerStep, Parts, Run, Step, UnavailableError
+from stepgraph.bench.harness import LEARNING_RATE, CapturedStep, EagerStep, Parts, Run, Step, UnavailableError
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.model import models
 from stepgraph.bench.model.profile import kernel_table, kernels_of, limits_ms, profiled, where

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import LEARNING_RATE, MAX_GRAD_NORM, provider_names
-from stepgraph.bench.harness import FIRST_STEPS
+from stepgraph.bench.harness import FIRST_STEPS, LEARNING_RATE, MAX_GRAD_NORM, provider_names
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.model.child import PROVIDERS
 from stepgraph.bench.model.models import BATCH_SEED, MODELS, TINY, WEIGHT_SEED, WHOLE, model_names, require_packages

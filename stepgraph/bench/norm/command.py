@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import provider_names
+from stepgraph.bench.harness import provider_names
 from stepgraph.bench.norm.providers import OPS, PROVIDERS, Provider
 from stepgraph.bench.norm.results import ITEM_BYTES, OURS, NormRow, norm_section
 from stepgraph.bench.norm.timing import (

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from stepgraph.bench.arguments import fused_adamw, random_batch
-from stepgraph.bench.harness import FIRST_STEPS, CapturedStep, EagerStep, Parts, Run, Step
+from stepgraph.bench.harness import FIRST_STEPS, CapturedStep, EagerStep, Parts, Run, Step, fused_adamw, random_batch
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.results import finite
 from stepgraph.config.build import build_model

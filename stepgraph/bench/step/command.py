@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_names, run_of
-from stepgraph.bench.harness import FIRST_STEPS
+from stepgraph.bench.harness import BATCH_SEED, FIRST_STEPS, described, preset, provider_names, run_of
 from stepgraph.bench.lane import Lane, measured
 from stepgraph.bench.results import check_losses, write
 from stepgraph.bench.rows import Row, section

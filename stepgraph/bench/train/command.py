@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph import parallel
-from stepgraph.bench.arguments import BATCH_SEED, described, preset, provider_names, run_of
+from stepgraph.bench.harness import BATCH_SEED, described, preset, provider_names, run_of
 from stepgraph.bench.results import write
 from stepgraph.bench.rows import SPEAKS_EVERY_S, note
 from stepgraph.bench.step.command import describe

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stepgraph import parallel, passes
-from stepgraph.bench.arguments import fused_adamw, random_batch
+from stepgraph.bench.harness import fused_adamw, random_batch
 from stepgraph.bench.train import titan
 from stepgraph.config import build
 from stepgraph.config.device import keep_freed_memory

@@ -1,6 +1,7 @@
 """The page of a run: written when its first steps are done, and again at its end with what was measured."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,10 @@ from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inspect.account.account import account_of
 from stepgraph.inspect.account.page import PAGE, write_page
 from stepgraph.inspect.account.pipeline import spans_of
-from stepgraph.parallel.pipeline.timeline import PipelineTime, Span
+from stepgraph.parallel.pipeline.timeline import PipelineTime, Span, aligned
+from stepgraph.parallel.ranks import Ranks
+from stepgraph.run.spans import Spans
+from stepgraph.step import CapturedStep
 from stepgraph.train.records.folder import Summary, read_metrics
 
 #: The chart of a pipeline's schedule in a run folder.
@@ -112,3 +116,43 @@ def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, list[list[float]]]
         return [[group[-1][0], sum(value for _, value in group) / len(group)] for group in groups]
 
     return {name: curve(name) for name in ("loss", "val_loss", "tokens_per_s")}
+
+
+#: The latest timed steps, among which the median is chosen.
+_KEPT = 20
+
+
+class Bubble:
+    """The bubble of a run, by the definition of a forecast: `PipelineTime.bubble` of what all ranks computed.
+
+    ``measured``: the computations of the timed step with the median bubble among the latest, on the first data-parallel
+    and tensor-parallel ranks; None until `measure`."""
+
+    def __init__(self) -> None:
+        self.measured: PipelineTime | None = None
+        self._steps: deque[list[tuple[Call, float, float]]] = deque(maxlen=_KEPT)
+
+    @property
+    def share(self) -> float | None:
+        return self.measured and self.measured.bubble
+
+    def add(self, spans: Spans) -> None:
+        """A timed step of this rank computed ``spans``."""
+        self._steps.append(spans.seconds())
+
+    def measure(self, ranks: Ranks, step: CapturedStep) -> str:
+        """Choose the median step of all ranks; what to print, "" if no step was timed."""
+        if not self._steps:
+            return ""
+        pipeline = step.pipeline
+        gathered = ranks.gather(lambda: [[Span(pipeline.rank, *timed) for timed in spans] for spans in self._steps])
+        replicas = len(gathered) // pipeline.ranks  # ranks that share a stage
+        times = [
+            PipelineTime([span for own in spans for span in own], pipeline.ranks)
+            for spans in zip(*gathered[::replicas], strict=True)
+        ]
+        # Ranks do not begin a step at one time.
+        times = sorted((aligned(time, pipeline.ranks_of) for time in times), key=lambda time: time.bubble)
+        self.measured = time = times[len(times) // 2]
+        longest = 1 - min(map(time.busy, range(time.ranks))) / time.seconds
+        return f"bubble {time.bubble:.1%} of the schedule on average, {longest:.1%} on the rank that waits longest"

@@ -11,8 +11,7 @@ import torch
 
 from stepgraph import bench
 from stepgraph.bench import results
-from stepgraph.bench.arguments import LEARNING_RATE
-from stepgraph.bench.harness import EagerStep
+from stepgraph.bench.harness import LEARNING_RATE, EagerStep
 from stepgraph.bench.rows import Row
 from stepgraph.bench.step import child
 from stepgraph.bench.step import command as step

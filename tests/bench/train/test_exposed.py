@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepgraph.bench.train.exposed import exposure, kernel_times
+from stepgraph.bench.train.rank import exposure, kernel_times
 
 GEMM, GATHER = "nvjet_tst_128x256_64x4", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stepgraph import bench
-from stepgraph.bench.arguments import random_batch
+from stepgraph.bench.harness import random_batch
 from stepgraph.bench.train import command as train
 from stepgraph.bench.train.providers import Provider, balance
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio, summary, train_section
