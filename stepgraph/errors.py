@@ -20,9 +20,8 @@ _LAST_WORDS_S = 5.0
 
 
 def end_process(status: int, message: str = "") -> NoReturn:
-    """Write ``message`` to stderr, flush both streams and end this process with ``status``, without Python's cleanup.
-    A stream cannot keep it alive: a closed pipe raises, a full one blocks, and one in use by an interrupted thread
-    raises too."""
+    """Write ``message`` to stderr, flush both streams and end this process with ``status``, without Python's cleanup. A
+    stream cannot keep it alive: a closed pipe raises, a full one blocks, and one in use raises too."""
     timer = threading.Timer(_LAST_WORDS_S, os._exit, [status])
     timer.daemon = True
     try:

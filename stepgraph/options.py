@@ -355,8 +355,7 @@ def values(record: object, *parts: type) -> dict[str, Any]:
 
 
 def differences(one: object, other: object, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Option -> its values in two records of one kind, for the ones that differ; those of a record in them by both
-    names, as ``model.dim``."""
+    """Option -> its values in two records of one kind, for the ones that differ; nested ones as ``model.dim``."""
     found: dict[str, tuple[Any, Any]] = {}
     for field in fields(one):  # pyrefly: ignore[bad-argument-type]
         pair = getattr(one, field.name), getattr(other, field.name)

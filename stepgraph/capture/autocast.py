@@ -1,9 +1,8 @@
 """Operators whose kernels call others, under the autocast that they were traced with.
 
 Autocast reaches inside the kernel of an operator that it has no rule for: a product inside an operator made by
-``torch.library.custom_op`` runs in bf16. A graph runs without autocast; the node of such an operator calls one of
-ours, with the same schema, that calls it under autocast. Its name says what it calls, so that another process makes
-the same one.
+``torch.library.custom_op`` runs in bf16. A graph runs without autocast; the node of such an operator calls one of ours,
+with the same schema, that calls it under autocast, and is named after it.
 """
 
 import contextlib

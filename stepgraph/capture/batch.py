@@ -135,8 +135,7 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
 
 
 def shared_memory(leaves: Sequence[Any]) -> list[tuple[int, int, int]]:
-    """For each pair of leaves whose memory overlaps, as views or through NumPy or DLPack: their places, and the bytes
-    from one start to the other."""
+    """For each pair of leaves whose memory overlaps: their places, and the bytes from one start to the other."""
     spans = []
     for i, leaf in enumerate(leaves):
         if has_values(leaf) and leaf.numel():

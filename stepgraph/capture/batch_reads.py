@@ -93,8 +93,7 @@ class BatchReads:
         return bool(self._copies[node].users)
 
     def hold(self, leaves: Sequence[Any], microbatches: int) -> bool:
-        """Whether every microbatch of a batch of the same form gives the same answers. It waits for tensors on a GPU,
-        if Python has read any."""
+        """Whether every microbatch of a batch of the same form gives the same answers. It waits for a GPU's."""
         if not self._answers:
             return True
         whole = {node: leaves[place].detach().cpu() for node, place in self._leaves.items() if node.users}

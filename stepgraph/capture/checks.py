@@ -326,8 +326,7 @@ def refusing_facts(
     """Inside, `CaptureError` is raised for what a trace cannot say of eager's tensors: how often they were written, of
     what they are views, what gradient a parameter has from other steps, and what forward gives other memory.
 
-    ``tensors``: the model's, in its ``slots``. ``flat``: the inputs of the graph; ``batch``: where among them those of
-    the batch are.
+    ``tensors``: the model's, in its ``slots``. ``flat``: the graph's inputs; ``batch``: the batch's among them.
     """
     own = {id(t): slot for t, slot in zip(tensors, slots, strict=True)}
     of_batch = set(storages([t for where in batch for t in flat[where]]))

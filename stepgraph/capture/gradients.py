@@ -60,8 +60,7 @@ class Share:
 
 
 def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``grad`` with the memory layout of ``param``, or contiguous where that leaves gaps; copied only where it has
-    another."""
+    """``grad`` with the memory layout of ``param``, or contiguous where that leaves gaps; copied if need be."""
     if sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) >= param.numel():
         return grad.contiguous()
     if grad.stride() == param.stride():

@@ -1,18 +1,15 @@
 """Known values: values that follow from literals alone, such as positions by ``arange``, which Python may read.
 
 A step is traced without values, so ``if (positions.diff() != 1).any():`` has no answer in general. It has one if the
-tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. Python
-so takes the same branch as in eager: Hugging Face models, for example, leave out an attention mask that says no more
-than "causal".
+tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. Python so
+takes the same branch as in eager: Hugging Face models, for example, leave out masks that are only causal.
 
 In a training step the integers of the batch are known as well, and how its other numbers compare. What Python learns
-from them, such as grids of images, lengths, and how many elements a mask selects, holds for this form of the step: see
-`BatchReads`.
+from them, such as lengths and how many elements a mask selects, holds for this form of the step: see `BatchReads`.
 
 An operator that writes known values in place into a tensor that the trace made is computed again with all that led to
 it. Unknown are the values of random tensors, of uninitialized ones of which a part was not written, of the ones that
-other operators wrote to, of the ones that exist outside the step and may change there, and of the ones larger than
-`LARGEST`.
+other operators wrote to, of the ones outside the step that may change there, and of ones above `LARGEST`.
 """
 
 import contextlib

@@ -15,8 +15,7 @@ MIXED = object()
 
 def made_from(graph: fx.Graph, parameters: set[fx.Node]) -> dict[fx.Node, Any]:
     """For each node the parameter (its placeholder) that it is made from by gathers and pure operators alone, before
-    anything writes the parameter; `MIXED` where it is made from several or with something else than constants; None
-    where from no parameter."""
+    anything writes the parameter; `MIXED` where from several or with more than constants; None where from none."""
     made: dict[fx.Node, Any] = {}
     constant: set[fx.Node] = set()
     written: set[fx.Node] = set()

@@ -59,8 +59,7 @@ def put(made: Sequence[Made]) -> None:
 def made_once(modules: Iterator[nn.Module], state: Mapping[fx.Node, torch.Tensor], known: set[int]) -> list[Made]:
     """The tensors of the running trace that ``modules`` keep and that no step changes.
 
-    ``state``: parameters and buffers that nothing trains, by their placeholders. ``known``: ids of
-    the tensors that count as the state.
+    ``state``: parameters and buffers that nothing trains, by placeholder. ``known``: ids of tensors that count as it.
     """
     graph = compat.graph_of_trace()
     nodes, aliases, found = list(graph.nodes), None, []

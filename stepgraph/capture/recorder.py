@@ -1,11 +1,10 @@
 """Where each node of the graph comes from (module path, phase, source line, region), and whose gradient it reduces.
 
-Nodes are attributed as the trace creates them, while calls of modules keep the path of the one that is running.
-A backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the
-number is noted when the forward operator runs and looked up when the node's backward does. The additions with
-which autograd sums several gradients of one tensor run after the node that produced the last of them, and keep its
-provenance. A collective that runs where autograd works on what forward made from one parameter alone reduces the
-gradient of that parameter.
+Nodes are attributed as the trace creates them, while calls of modules keep the path of the one that is running. A
+backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the number
+is noted when the forward operator runs and looked up when the node's backward does. The additions with which autograd
+sums several gradients of one tensor run after the node that produced the last of them, and keep its provenance. A
+collective that runs where autograd works on what forward made from one parameter alone reduces its gradient.
 
 Calls of ``torch.utils.checkpoint`` that a captured step runs twice, as eager does.
 
@@ -182,8 +181,7 @@ class Recorder:
 
     ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `stepgraph.capture.recorder`.
     ``is_known``: whether the values of a tensor are known, and ``is_literal``, whether they follow from literals, see
-    `stepgraph.capture.known`. ``reducing``: for collectives that reduce a parameter's gradient, the parameter's
-    placeholder.
+    `stepgraph.capture.known`. ``reducing``: collectives of gradients -> the parameter's placeholder.
     """
 
     def __init__(self, model: nn.Module, repeated: Collection[int] = ()):

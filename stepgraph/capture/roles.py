@@ -22,8 +22,7 @@ from stepgraph.graph.values import ModelTensor, Parameter
 
 
 def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: Iterable[torch.Tensor]) -> None:
-    """Give process groups the same names on all ranks, and give the collectives of forward, loss and backward their
-    roles.
+    """Give process groups the same names on all ranks, and the collectives of forward and backward their roles.
 
     ``reducing``: see `Recorder`. ``tensors``: the model's; the meshes of DTensors among them give the axes.
     """
@@ -41,8 +40,7 @@ def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: 
 
 
 def declare(result: torch.Tensor, kind: str, axis: str) -> None:
-    """In a trace of a step, the collective that ``result`` waits for has the role ``kind`` over ``axis``; else
-    nothing."""
+    """In a trace of a step, the collective that ``result`` waits for has the role ``kind`` over ``axis``."""
     wait = compat.node_of_trace(result) if compat.is_tracing() else None
     if wait is not None and provenance(wait):
         wait = wait.args[0] if wait.target is operator.getitem else wait  # one of several results

@@ -98,10 +98,9 @@ def trace_step(
     rank's in a pipeline. The graph of the microbatch is then that of all stages, to be cut; the graph of the update
     that of the parameters that are here, with the others on the meta device. ``replays``: whether what ``loss_fn``
     reads of values may be answered after the step, see `stepgraph.capture.python.replay`. ``shapes``: of whole
-    parameters whose shards may be padded, by name. ``room``: bytes of the optimizer's state that may be on the
-    GPU; what is beyond goes to host memory. All is traced as on its parameter's device: `Update.settle` puts it where
-    the rewritten graphs have it. ``open_sizes``: of the batch's tensors; a step that changes anything in
-    Python is refused with them.
+    parameters whose shards may be padded, by name. ``room``: bytes of the optimizer's state that may be on the GPU;
+    what is beyond goes to host memory. All is traced as on its parameter's device: `Update.settle` puts it where the
+    rewritten graphs have it. ``open_sizes``: of the batch's tensors.
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")

@@ -81,8 +81,7 @@ class Option(NamedTuple):
 
 
 def options_of(record: object, taken: Iterable[str] | None = None, path: tuple[str, ...] = ()) -> Iterator[Option]:
-    """Every option of a dataclass and of the dataclasses in it; with ``taken``, only the options of these names.
-    The name of a preset is none."""
+    """Every option of a dataclass and of the dataclasses in it, of names in ``taken`` if given; no preset's name."""
     every = dataclasses.fields(record)  # pyrefly: ignore[bad-argument-type]
     skipped = {"preset", *(field.name for field in every if taken is not None and field.name not in taken)}
     for field in every:

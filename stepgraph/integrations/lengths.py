@@ -122,8 +122,7 @@ class PadToLengths:
         return found
 
     def lengthened(self, batch: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
-        """``batch``, whose tensors were padded before, with the tensors in ``lengths`` padded further to these
-        lengths."""
+        """``batch``, whose tensors were padded before, with those in ``lengths`` padded further."""
         return {
             name: self._fill_up(name, value, lengths[name]) if name in lengths else value
             for name, value in batch.items()

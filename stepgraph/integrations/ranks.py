@@ -1,5 +1,4 @@
-"""Several ranks under transformers' ``Trainer``: the mesh that its arguments ask for, the model's shards, and whole
-checkpoints.
+"""Several ranks under transformers' ``Trainer``: the mesh of its arguments, the model's shards, and whole checkpoints.
 
 ``Trainer`` and accelerate keep what they do around a step (data, evaluation, logs, callbacks) and see ranks of plain
 data parallelism. They wrap nothing: `parallelize` shards the model, and the step's graph holds the collectives.

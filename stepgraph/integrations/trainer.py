@@ -62,8 +62,7 @@ class _TrainingStep:
     _captured_step: Callable[..., torch.Tensor]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In the place of ``Trainer.training_step``, also where a trainer that `GraphTrainer` is a mix-in for calls
-        that."""
+        """In the place of ``Trainer.training_step``, also where `GraphTrainer` is a mix-in."""
         return self._captured_step(*args, **kwargs)
 
 
@@ -269,8 +268,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
     def _alike(self, microbatches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The microbatches of a step, of the same forms on all ranks: their graphs then hold the same collectives.
 
-        With `PadToLengths` as the data collator, all are padded to the longest of the step; else ranks that differ are
-        refused.
+        With `PadToLengths` as the data collator, all are padded to the step's longest; else others are refused.
         """
         if isinstance(self.data_collator, PadToLengths):
             longest = self._ranks.gather(lambda: self.data_collator.longest(microbatches))

@@ -69,8 +69,7 @@ def tokens_in(cache: Cache | None) -> int:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. ``norm``: makes what queries and keys are normalized by per head, from its width;
-    None: they are not."""
+    """Causal grouped-query attention. ``norm``: width -> the norm of each head's queries and keys; None: no norm."""
 
     def __init__(
         self,

@@ -35,8 +35,7 @@ def family_named(name: str) -> Family:
 
 def config_from_hf(folder: str | os.PathLike[str], own: bool = True) -> Any:
     """The configuration of the model in ``folder``, a Hugging Face checkpoint, by the family that its ``config.json``
-    names; of another one, and of all if not ``own``, as transformers has it. Raises ``ValueError`` for a folder without
-    a model."""
+    names; of another one, and of all if not ``own``, as transformers has it. ``ValueError`` where there is none."""
     if (adapter := Path(folder) / "adapter_config.json").exists():
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(

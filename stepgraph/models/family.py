@@ -40,8 +40,7 @@ class HuggingFace:
     ``title``: the model's name, for people. ``model_types``: theirs, in ``config.json``. ``name``: our tensor's name ->
     theirs. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model. ``write_config``:
     configuration and dtype -> their ``config.json``; raises ``ValueError`` for a model that the format cannot express.
-    ``free``: fields of the configuration that weights do not depend on, fields of a configuration in it as
-    ``moe.balance_rate``.
+    ``free``: fields of the configuration that weights do not depend on, nested ones as ``moe.balance_rate``.
     """
 
     title: str
@@ -52,8 +51,7 @@ class HuggingFace:
     free: tuple[str, ...] = ()
 
     def tied(self, config: Any) -> tuple[str, str] | None:
-        """Our (head, embedding) where the model ties the two, else None: some checkpoints hold the head all the
-        same."""
+        """Our (head, embedding) where the model ties the two, else None: some checkpoints hold the head too."""
         return ("head.weight", "embed.weight") if config.tie_embeddings else None
 
     def pieces_of(self, name: str, shape: Sequence[int]) -> list[Piece]:
@@ -119,8 +117,7 @@ def flops_per_token(config: CountableConfig, seq_len: int) -> int:
     up is out, and a tied table is in once, as the head; of routed experts as many as a token goes to, the shared ones
     and the router. In the attention term ``H`` heads multiply queries with keys of ``d_qk`` elements and scores with
     values of ``d_v`` (in latent attention they differ), with ``d_qk = d_v = dim / H`` ``12 n_layers dim seq_len``. It
-    counts the full ``seq_len x seq_len`` scores, although a causal kernel may skip half of them. Recomputed activations
-    do not count.
+    counts the full ``seq_len x seq_len`` scores, although a causal kernel may skip half, and no recomputation.
 
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
     """

@@ -40,11 +40,9 @@ def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: 
 
 
 def sampler(temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> Choose:
-    """Draws from the softmax of ``logits / temperature``, restricted to the most likely tokens that together have
-    probability ``top_p``.
+    """Draws from the softmax of ``logits / temperature``, of the most likely tokens that together have ``top_p``.
 
-    With temperature 0, or next to nothing, the most likely token. The numbers are drawn on the CPU: a seed gives the
-    same ones everywhere.
+    With temperature 0, or next to nothing, the most likely token. Drawn on the CPU: a seed gives the same everywhere.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section 3.1 (nucleus sampling).
     """

@@ -59,8 +59,7 @@ class GolfConfig:
         return 2 * self.dim
 
     def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
-        """Number of parameters, all of them ``active``; without ``lookup_table``, the embedding is left out (the head
-        stays)."""
+        """Number of parameters, all ``active``; without ``lookup_table``, the embedding is left out."""
         block = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.dim * self.ffn_dim
         scales = 2 * self.dim if self.residual_scales else 0
         tables = 2 if lookup_table else 1

@@ -1,7 +1,6 @@
 """Initial weights: every number is a function of the seed, its parameter's name and its position in the parameter.
 
-So a rank that holds a shard of a parameter can fill the shard alone, with the numbers that the whole model would have
-there.
+So a rank that holds a shard of a parameter can fill the shard alone, with the numbers of the whole model.
 """
 
 import hashlib
@@ -36,9 +35,8 @@ def init_parameters(
 ) -> None:
     """Fill ``model``'s parameters in place; those on the meta device are left alone.
 
-    Matrices are N(0, 0.02); matrices that write to the residual stream (``o_proj``, ``down_proj``) are scaled by
-    ``1 / sqrt(2 * n_layers)``, so that the stream's variance does not grow with depth. Vectors (norm weights and
-    residual scales) are one.
+    Matrices are N(0, 0.02); matrices that write to the residual stream (``o_proj``, ``down_proj``) are scaled by ``1 /
+    sqrt(2 * n_layers)``, so that the stream's variance does not grow with depth. Vectors are one.
 
     Numbers are drawn in fp32 on the CPU, by all its cores, and copied: a seed gives the same model on every device.
     Without ``seed``, torch's default CPU generator draws one. ``parts``: this process's shard of each parameter, by

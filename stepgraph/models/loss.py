@@ -71,8 +71,7 @@ def usual_count(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
 
 
 def logits_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The logits (B, T, V) of ``batch["tokens"]``; with ``batch["positions"]``, of documents that do not see each
-    other."""
+    """The logits (B, T, V) of ``batch["tokens"]``; with ``batch["positions"]``, of separate documents."""
     if "positions" in batch:
         return model(batch["tokens"], positions=batch["positions"])
     return model(batch["tokens"])

@@ -76,8 +76,7 @@ class Router(nn.Module):
 
     Scores are computed in fp32 whatever the dtype of ``x``, also under autocast: choices hang on their last digits.
 
-    ``sum_over_sequence``: the sum of a tensor over the ranks that have parts of the same sequences; `parallelize` sets
-    it.
+    ``sum_over_sequence``: sums over the ranks that have parts of the same sequences; set by `parallelize`.
     """
 
     expert_bias: torch.Tensor | None  # (E,) fp32, saved with the weights
@@ -152,8 +151,7 @@ def alone(value: torch.Tensor) -> torch.Tensor:
 class _Counted(torch.autograd.Function):
     """The weights as they are; backward adds ``counts`` to ``tally``.
 
-    Backward and not forward: it runs once for each microbatch, where recomputation runs forward twice, and never in an
-    evaluation.
+    In backward: forward also runs in recomputation and in evaluations.
     """
 
     @staticmethod

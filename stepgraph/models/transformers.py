@@ -254,8 +254,7 @@ class CausalLM(nn.Module):
 
 
 def _untie(model: nn.Module) -> None:
-    """Give the head of ``model`` its own weight if an adapter is on one of two tied tables: merged into one tensor, it
-    would change both."""
+    """Give the head of ``model`` its own weight if an adapter is on one of two tied tables, or it would change both."""
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     lookup, head = (getattr(table, "base_layer", table) for table in tables)
     if tables != (lookup, head) and head is not None and head.weight is lookup.weight:
@@ -321,8 +320,7 @@ def _counts(folder: str) -> tuple[int, int, int]:
 def crosses_documents(model: nn.Module, run: Callable[[], torch.Tensor], first: int) -> bool:
     """Whether the results of ``run``, (1, T, V), after the ``first`` tokens depend on these.
 
-    Exact, whatever the weights and their dtype: the gradient with respect to the embeddings of tokens that attention
-    masks is 0.
+    Exact, whatever the weights and their dtype: the gradient of masked tokens' embeddings is 0.
     """
     embedded: list[torch.Tensor] = []
 

@@ -56,8 +56,7 @@ def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.
 
 
 def add_quotient(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``torch.addcdiv(x, y, z, value=number)``, in the order of each device: it rounds half precision once, at the
-    end."""
+    """``torch.addcdiv(x, y, z, value=number)``, in each device's order: it rounds half precision once."""
     x_, y_, z_ = wide(x), wide(y), wide(z)
     if x.is_cuda:
         return add_scaled(x_, y_ / z_, value).to(x.dtype)

@@ -159,8 +159,7 @@ def run_step(
     """Run the ``step`` of ``own`` in the running trace on the stand-ins of each parameter group.
 
     ``give_input``: makes a live scalar tensor an input of the graph, by a name. ``early``: takes the state that
-    ``step`` makes. ``muon``: see `compat.muon_replaced`. Raises `Again` where the trace is to be begun again, with
-    what it learned.
+    ``step`` makes. ``muon``: see `compat.muon_replaced`. Raises `Again` to begin the trace again.
     """
     run = Run(own, groups, give_input, attribute, mode, early)
     if muon is None and own.sharded is not None and isinstance(own.optimizer, torch.optim.Muon):

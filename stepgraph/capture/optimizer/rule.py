@@ -384,8 +384,7 @@ class AdafactorRule(Rule):
 def _trace_adafactor(
     group: dict[str, Any], member: Member, lr: Tensor, eps: float, weight: Tensor, rho: Tensor, skip: Skip
 ) -> None:
-    """One parameter's update. ``weight``: of the new second moment. ``rho``: the step size relative to the parameter.
-    Both fp64 scalars."""
+    """One parameter's update. ``weight``: of the new second moment. ``rho``: the relative step size. Both fp64."""
     param, state = member.param, member.state
     grad = -member.grad if group["maximize"] else member.grad
     alpha = larger(group["eps"][1], _norm(param) / param.numel() ** 0.5) * rho

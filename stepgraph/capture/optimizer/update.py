@@ -89,8 +89,7 @@ class Made:
         return value
 
     def _history(self, run: Run, node: fx.Node | None, member: StandIn) -> dict[fx.Node, Tensor | None] | None:
-        """The nodes that make a value from parameters of before the step, in order, those of parameters with these;
-        None if it depends on more."""
+        """The nodes that make a value from parameters of before the step, in order; None if it depends on more."""
         found: dict[fx.Node, Tensor | None] = {}
         pending: list[tuple[fx.Node | None, bool]] = [(node, True)]
         while pending:
@@ -153,8 +152,7 @@ def prepare(own: OwnStep, groups: Groups, mode: compat.FakeTensorMode) -> "Fresh
 
 
 class Fresh:
-    """State that was made before the first step. That may come much later: parameters are loaded in between, and
-    learning rates set."""
+    """State that was made before the first step. That may come much later: what it is made of may change."""
 
     def __init__(self, own: OwnStep, made: Made):
         self._own, self._made = own, made
@@ -387,13 +385,11 @@ class Update:
                     step.inputs[i] = replace(spec, tensor=host.local(value))
 
     def has_lr_input(self, group: int) -> bool:
-        """Whether the graph reads the learning rate of a group as it is; an optimizer's own ``step`` may compute with
-        it first."""
+        """Whether the graph reads the learning rate of a group as it is: an own ``step`` may compute with it."""
         return self._groups()[group][0] not in self.own
 
     def prepare(self, slots: Mapping[int, Any], mode: compat.FakeTensorMode, home: torch.device) -> None:
-        """Make the missing state of optimizers that are traced by their own ``step``. ``slots``: of the model, by the
-        ids of their tensors."""
+        """Make the missing state of optimizers that are traced by their own ``step``. ``slots``: by tensors' ids."""
         for own in self.own.values():
             groups = []
             for group in own.optimizer.param_groups:

@@ -47,8 +47,7 @@ def end_of_step(model: nn.Module) -> dict[str, Tensor]:
 def traced_end_of_step(
     recorder: Recorder, model: nn.Module, slots: Sequence[Slot], tensors: Sequence[Tensor], flat: Sequence[Tensor]
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """The same in a trace, where the model holds ``tensors``, made of ``flat``, in its ``slots``; and the slots that
-    were written."""
+    """The same in a trace, where the model holds ``tensors``, made of ``flat``, in its ``slots``; and those written."""
     metrics: dict[str, Tensor] = {}
     versions = _versions(tensors)
     with swapped(model, slots, tensors):

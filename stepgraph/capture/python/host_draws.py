@@ -74,8 +74,7 @@ class _Leaf:
 @dataclass
 class Draws:
     """What the host computes before a step: ``calls``, functions with their arguments and the form of what they give,
-    and the ``leaves`` of them that the graph reads after the batch's. ``known``: nodes of what the calls read of the
-    batch."""
+    and the ``leaves`` of them that the graph reads after the batch's. ``known``: nodes of the batch that they read."""
 
     calls: list[tuple[Callable, Any, Any, Any]] = field(default_factory=list)
     leaves: list[_Leaf] = field(default_factory=list)

@@ -225,8 +225,7 @@ class Reads:
                     cache.cache_clear()
 
     def module_with(self, of: Any) -> tuple[str, nn.Module] | None:
-        """The outermost module outside of the model that was met and holds ``of``, a tensor or a dictionary, and its
-        path."""
+        """The outermost module outside the model that holds ``of``, a tensor or a dictionary, and its path."""
         own = set(map(id, self.model.modules()))
         met = (one for one in self._met.values() if isinstance(one, nn.Module) and id(one) not in own)
         found = (one for one in met if any(map(partial(_holds, of), one.modules())))
@@ -238,8 +237,7 @@ class Reads:
         return self._changes() if self._is_noted else self._found
 
     def watched(self, moving: Sequence[Change] = ()) -> Watched:
-        """What was read, to be compared from now on, but for what is ``moving``: nothing that the graph has depends on
-        it."""
+        """What was read, to be compared from now on, but for what is ``moving``: the graph does not depend on it."""
         by_path: dict[str, list[str]] = {}
         whole = {id(change.holder) for change in moving if change.key is None}
         keys = {(id(change.holder), change.key) for change in moving}

@@ -80,8 +80,7 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
 
 class GeneratorCalls:
     """Methods of a ``torch.Generator`` that read or set its state, called from Python in a step whose code meets one.
-    They are written in C and found by a profile function of Python, which slows a trace: it runs only there, and not
-    where another one does."""
+    They are written in C and found by a profile function of Python, which slows a trace: it runs only there."""
 
     def __init__(self) -> None:
         self._met, self._look = False, None

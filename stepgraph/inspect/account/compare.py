@@ -1,8 +1,7 @@
 """What differs between two accounts: options, costs, passes, and nodes, module by module.
 
 Nodes are matched within each module and phase, in order, by what they call and return. Their names are not compared:
-numbers in names run through the whole graph, so one more node renames all later ones. Repeated blocks with the same
-difference are shown once.
+one more node renames all later ones. Repeated blocks with the same difference are shown once.
 """
 
 import difflib

@@ -47,8 +47,7 @@ def graph_account(
     """The account of ``step``, which ``call`` and its like run ``calls`` times per step, forecast for ``gpu``.
 
     ``groups``: see `links.groups`. ``fused``: whether a compiler makes kernels of several nodes. ``ran``: the graph is
-    the one that runs here; False: it represents one on ``gpu``. ``routed``: of a stage's backward, the graph in which
-    its tokens were routed.
+    the one that runs here; False: it represents one on ``gpu``. ``routed``: the graph that routed a backward's tokens.
 
     - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a
       ``$`` for each of the node's ``inputs`` (numbers of nodes, in that order); ``type``, ``path``, ``source``,

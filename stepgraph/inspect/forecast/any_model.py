@@ -170,8 +170,7 @@ def forecast(
     there: peak memory and what fills it, step time, the largest batch, and what each memory policy would change.
 
     The step is traced a few times without values, for ``batch`` and for other batch sizes: nothing is computed, and no
-    tensor of the model's, the gradients' or the optimizer's size is allocated. The model and the optimizer are not
-    changed.
+    tensor of the model's, the gradients' or the optimizer's size is allocated. Neither model nor optimizer changes.
 
     Args:
         model: any ``nn.Module``, on a CPU, on a GPU, or on the meta device (where it takes no memory).
@@ -399,8 +398,7 @@ def _at_batch(spec: StepSpec, size: int, target: Target) -> tuple[StepProgram, S
 
 
 def _guess(cost: StepCost, rows: int, memory: float) -> int | None:
-    """The rows of a microbatch that would fill the memory if everything except state grew with them; None if nothing
-    grows."""
+    """The rows of a microbatch that would fill the memory if all but state grew with them; None if nothing does."""
     found = []
     for moment in cost.moments:
         fixed = sum(moment.bytes[kind] for kind in _FIXED)

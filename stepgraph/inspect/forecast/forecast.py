@@ -73,8 +73,7 @@ class ClusterForecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast(ClusterForecast):
-    """The forecast of one rank's step. ``moments``: memory over the step. ``flops``: the FLOPs that the graph runs.
-    ``over_peak``: see `time_over_peak`."""
+    """The forecast of one rank's step. ``moments``: memory over the step. ``flops``: the FLOPs that the graph runs."""
 
     nodes: int
     moments: list[Moment]
@@ -257,8 +256,7 @@ def simulated_spec(config: TrainConfig, mesh: parallel.Mesh | None) -> StepSpec:
 
 
 def _one_rank(config: TrainConfig, device: torch.device) -> nn.Module:
-    """The model that `build.empty_model` returns without a mesh. ``to_empty`` cannot replace meta tensors by fake
-    ones."""
+    """The model that `build.empty_model` returns without a mesh. ``to_empty`` cannot make fakes of meta tensors."""
     with torch.device("meta"):
         model = family_of(config.model).model(config.model)
     dtype = torch.bfloat16 if config.precision == "bf16" else None
