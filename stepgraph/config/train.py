@@ -125,10 +125,13 @@ class TrainConfig(
             self.validate_length()
         else:
             self._require("epochs", lambda value: value > 0, "above 0")
-        self._validate_sequence()
+        longest = family_of(self.model).longest(self.model)
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")
         self._validate_loss()
         _check_mesh(self)
-        self._validate_optimizer()
+        if self.optimizer != "adamw" and self.precision == "bf16" and self.mesh is None:
+            raise ValueError("optimizer=muon keeps no master weights: try --precision bf16-autocast")
         self._validate_folders()
         if self.memory_snapshot and self.device == "cpu":
             raise ValueError("memory_snapshot records a GPU's allocations and device=cpu: drop one of them")
@@ -150,11 +153,6 @@ class TrainConfig(
                 f"warmup_steps={self.warmup_steps} and a decay of {self.decay_steps} steps "
                 f"(decay_fraction={self.decay_fraction:g}) exceed steps={self.steps}: try --decay-fraction {largest:g}"
             )
-
-    def _validate_sequence(self) -> None:
-        longest = family_of(self.model).longest(self.model)
-        if longest is not None and self.seq_len > longest:
-            raise ValueError(f"seq_len={self.seq_len} exceeds model.max_seq_len={longest}: try --seq-len {longest}")
 
     def _validate_loss(self) -> None:
         self._require("beta", lambda value: value > 0, "above 0")
@@ -192,12 +190,6 @@ class TrainConfig(
         if not re.fullmatch(r"\d+(,\d+)*", self.split):
             raise ValueError(f"split={self.split} must be the first block of each stage, as in 0,9,17,25")
         return tuple(map(int, self.split.split(",")))
-
-    def _validate_optimizer(self) -> None:
-        if self.optimizer == "adamw":
-            return
-        if self.precision == "bf16" and self.mesh is None:
-            raise ValueError("optimizer=muon keeps no master weights: try --precision bf16-autocast")
 
     def _validate_folders(self) -> None:
         if self.resume is not None:

@@ -594,14 +594,6 @@ def _gathered_for_metrics(gather: Callable, data: Any, *args: Any, **kwargs: Any
     return data if isinstance(data, torch.Tensor) and data.ndim == 0 else gather(data, *args, **kwargs)
 
 
-def _without_triton(_device: torch.device) -> bool:
-    return False
-
-
-def _untimed(*_: Any) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 @contextlib.contextmanager
 def _trl_in_a_graph() -> Iterator[None]:
     """Inside, TRL's heads score masked positions too, as they do where there is no Triton: on a GPU they would pick the
@@ -609,9 +601,9 @@ def _trl_in_a_graph() -> Iterator[None]:
     utils, profiling = (sys.modules.get(f"trl.{name}") for name in ("trainer.utils", "extras.profiling"))
     with contextlib.ExitStack() as inside:
         if hasattr(utils, "_use_triton"):
-            inside.enter_context(replaced(utils, _use_triton=_without_triton))
+            inside.enter_context(replaced(utils, _use_triton=lambda _: False))
         if hasattr(profiling, "profiling_context"):
-            inside.enter_context(replaced(profiling, profiling_context=_untimed))
+            inside.enter_context(replaced(profiling, profiling_context=lambda *_: contextlib.nullcontext()))
         yield
 
 

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
 
 from stepgraph.config.command_line import first_word, parse
@@ -131,8 +130,5 @@ class Writer:
     def write(self, model: nn.Module, prompt: list[int], n: int, choose: Choose) -> str:
         """The text of up to ``n`` tokens after ``prompt``."""
         known = self.tokenizer.vocab_size  # models have rows beyond, which no text has trained
-
-        def choose_known(logits: torch.Tensor) -> int:
-            return choose(logits[:known])
-
-        return self.tokenizer.decode(np.array(list(generate(model, prompt, n, choose_known, self._stop)), np.int64))
+        tokens = generate(model, prompt, n, lambda logits: choose(logits[:known]), self._stop)
+        return self.tokenizer.decode(np.array(list(tokens), np.int64))

@@ -13,7 +13,7 @@ import os
 import platform
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from mmap import mmap
 from pathlib import Path
@@ -173,7 +173,9 @@ class Stdlib(Source):
             )
         self._sizes = [(self._root / path).stat().st_size for path in self._paths]
         self.size = sum(self._sizes)
-        self.train, self.val = split_by_hash(hash_names(path.as_posix() for path in self._paths))
+        self.train, self.val = split_by_hash(
+            np.array([hash64(path.as_posix()) for path in self._paths], dtype=np.uint64)
+        )
 
     def _find(self) -> list[Path]:
         found = []
@@ -252,11 +254,6 @@ def mix64(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def hash_names(names: Iterable[str]) -> np.ndarray:
-    """``hash64`` of each name, uint64 (N,)."""
-    return np.array([hash64(name) for name in names], dtype=np.uint64)
 
 
 def are_validation(hashes: np.ndarray) -> np.ndarray:
