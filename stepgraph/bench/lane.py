@@ -89,8 +89,12 @@ class Lane:
             return {}
         patience_s = 30.0
         by = min(self.until, math.inf if self.limit_s is None else self._sent + self.limit_s)
-        if (line := self._line(by)) is not None:
-            answer = json.loads(line) if line else {"error": self._how_it_ended()}
+        if line := self._line(by):
+            answer = json.loads(line)
+        elif line is not None:
+            code = self.process.wait()
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            answer = {"error": f"its process {how}"}
         else:
             answer, patience_s = {"error": f"not done after {by - self._sent:.4g} s"}, 0.0
         if "error" in answer:
@@ -114,12 +118,6 @@ class Lane:
         """Writes the figures of an answer into the row."""
         for name, value in answer.items():
             setattr(self.row, name, value)
-
-    def _how_it_ended(self) -> str:
-        code = self.process.wait()
-        return (
-            f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
-        )
 
 
 def rotated(items: Sequence[Item], by: int) -> list[Item]:
