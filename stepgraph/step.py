@@ -214,7 +214,6 @@ class CapturedStep:
         return PassReports(self.program.reports)
 
     def __repr__(self) -> str:
-        """What was captured, in a few lines."""
         model = type(self.spec.model).__name__
         if self._current is None:
             return f"CapturedStep of {model}: dropped, the next call captures it again"

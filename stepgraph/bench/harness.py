@@ -115,7 +115,6 @@ class EagerStep:
         return self.parts.loss_fn(self.parts.model, self.parts.batch)
 
     def update(self) -> None:
-        """Clip and update."""
         nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
         self.parts.optimizer.step()
 

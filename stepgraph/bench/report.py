@@ -38,7 +38,6 @@ def main(argv: list[str]) -> int:
 
 
 def _sections(kind: str, env: dict[str, Any], settings: dict[str, Any], rows: list[Any]) -> list[str]:
-    """What a record says, in Markdown."""
     if kind == "norm":
         return [norm_section(env, settings, rows)]
     show = {"train": train_section, "model": model_section}.get(kind, section)

@@ -246,7 +246,6 @@ class StepTrace:
         return made
 
     def _batch(self, flat: Sequence[torch.Tensor], inputs: dict[int, tuple]) -> Any:
-        """The batch of stand-ins."""
         leaves = list(self.leaves)
         for i, (where, wrapping) in inputs.items():
             leaf = wrap(flat[where], wrapping).requires_grad_(self.needs_grad[i])
@@ -281,7 +280,6 @@ class StepTrace:
         return found
 
     def _tensors(self, flat: Sequence[torch.Tensor], entries: Sequence[tuple[slice, Wrapping | None]]) -> list:
-        """The stand-ins of parameters and buffers."""
         tensors = []
         for slot, (where, wrapping) in zip(self.slots, entries, strict=True):
             tensors.append(wrap(flat[where], wrapping).requires_grad_(slot.tensor.requires_grad))

@@ -342,5 +342,4 @@ def _check_tied_copy(found: dict[str, _Header], head_name: str, embedding_name: 
 
 
 def _some(names: list[str]) -> str:
-    """The first name, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -237,7 +237,6 @@ def _attention(
     sliding_window: int | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:  # (B, T, H, D)
-    """transformers' interface of attention."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     offsets = more.get("cu_seq_lens_q")

@@ -285,7 +285,6 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         return microbatches
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.train``."""
         for of_another_run in (self._steps, self._apart, self._uncaptured, self._waiting, self._reported):
             of_another_run.clear()
         self._after = None
@@ -528,7 +527,6 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         return loss, logits, labels
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As ``Trainer.evaluate``."""
         self._store()
         return super().evaluate(*args, **kwargs)
 

@@ -46,7 +46,6 @@ class DeepSeekV3Config:
     tie_embeddings: bool = False  # the head uses the embedding's weight
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for a shape that cannot be built."""
         sizes = ("dim", "n_layers", "n_heads", "ffn_dim", "vocab_size", "max_seq_len", "kv_lora_rank")
         heads = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_positive(self, *sizes, *heads, "rope_theta", "norm_eps")

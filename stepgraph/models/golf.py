@@ -44,13 +44,11 @@ class GolfConfig:
     residual_scales: bool = False  # a learned scale per channel on each residual branch
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for a shape that cannot be built."""
         check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
         check_heads(self.dim, self.n_heads, self.n_kv_heads)
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.dim // self.n_heads
 
     @property

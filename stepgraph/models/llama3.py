@@ -32,7 +32,6 @@ class Llama3Config:
     tie_embeddings: bool = False  # the head uses the embedding's weight
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for a shape that cannot be built."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "max_seq_len")
         check_positive(self, *sizes, "rope_theta", "norm_eps")
         check_heads(self.dim, self.n_heads, self.n_kv_heads)
@@ -44,7 +43,6 @@ class Llama3Config:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.dim // self.n_heads
 
     @property

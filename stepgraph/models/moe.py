@@ -41,7 +41,6 @@ class MoEConfig:
     balance_loss: float = 0.0  # weight of each layer's sequence-wise balance loss in the training loss; 0: none
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for one that cannot be built."""
         check_positive(self, "n_experts", "top_k", "ffn_dim", "scale", "n_groups", "top_groups")
         for name in ("n_shared", "balance_rate", "balance_loss"):
             if not getattr(self, name) >= 0:

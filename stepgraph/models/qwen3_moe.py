@@ -35,7 +35,6 @@ class Qwen3MoEConfig:
     tie_embeddings: bool = False  # the head uses the embedding's weight
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for a shape that cannot be built."""
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "max_seq_len")
         check_positive(self, *sizes, "rope_theta", "norm_eps")
         check_heads(self.n_heads * self.head_dim, self.n_heads, self.n_kv_heads)

@@ -272,7 +272,6 @@ def _experts(model: nn.Module) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _config(folder: str) -> Any:
-    """transformers' configuration of the model in ``folder``."""
     raw = read_json(Path(folder) / CONFIG)
     kind, quantized = raw.get("model_type"), (raw.get("quantization_config") or {}).get("quant_method")
     try:

@@ -93,7 +93,6 @@ def _nothing_left(config: TrainConfig, step: int, exported: bool = False) -> Val
 
 
 def _saved(config: TrainConfig) -> TrainConfig:
-    """The options of the run that ``config`` resumes, from its ``config.json``."""
     return read_json(config.resumed_run / "config.json", TrainConfig.from_json)
 
 

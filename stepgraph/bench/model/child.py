@@ -87,7 +87,6 @@ class CompiledUpdateStep(ModelStep):
         self.compiled_update = torch.compile(super().update)
 
     def update(self) -> None:
-        """Clip and update, compiled."""
         self.compiled_update()
 
 

@@ -61,7 +61,6 @@ class StepRun(Run):
             self.memory_before = peak_mem_gib(device)  # what the imports took is not the step's
 
     def parts(self) -> Parts:
-        """See `make_parts`."""
         return make_parts(self.config, self.device)
 
     def finish(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ class Wrapped:
     wrapping: Wrapping | None
 
     def take(self, made: Iterator[Tensor]) -> Tensor:
-        """The tensor."""
         return wrap([next(made) for _ in range(self.count)], self.wrapping)
 
 

@@ -97,7 +97,6 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update from ``param.grad``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

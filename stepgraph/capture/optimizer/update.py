@@ -403,11 +403,9 @@ class Update:
         return {name: part for own in self.own.values() for name, part in own.code().items()}
 
     def without_state(self) -> list[torch.Tensor]:
-        """The parameters that have no state yet."""
         return [p for optimizer, g in self._groups() for p in g["params"] if not optimizer.state.get(p)]
 
     def drop_state(self, params: Iterable[torch.Tensor]) -> None:
-        """Forget the state of ``params``."""
         for param in params:
             for optimizer in self.optimizers:
                 optimizer.state.pop(param, None)

@@ -117,7 +117,6 @@ class Change(NamedTuple):
     of_model: bool
 
     def put(self, value: Any) -> None:
-        """Put ``value`` where the change is."""
         if self.key is None:
             _refill(self.holder, value)
         elif isinstance(self.holder, contextvars.ContextVar):

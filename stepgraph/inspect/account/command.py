@@ -86,7 +86,6 @@ def _run_config(folder: Path) -> TrainConfig:
 
 
 def _checked(config: TrainConfig, options: InspectOptions, words: list[str]) -> TrainConfig:
-    """The configuration of a preset with the options that ``words`` set."""
     config = with_microbatches(config, words)
     config.validate()
     refuse_idle(config, words, Target.forecast(GPUS[options.gpu]))

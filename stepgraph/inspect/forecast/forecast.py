@@ -88,7 +88,6 @@ class Forecast(ClusterForecast):
 
     @property
     def mfu(self) -> float:
-        """See `mfu_of`."""
         return self.mfu_of(self.timeline.step_seconds)
 
     @property

@@ -187,7 +187,6 @@ class ChatTokenizer(JsonTokenizer):
         return self.encode_batch([document.encode() if isinstance(document, str) else document])[0]
 
     def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
-        """``encode`` of each document."""
         rendered = [self.template.spans(json.loads(document)) for document in documents]
         size = None if self._row is None else _CHARACTERS * (self._row + 1)
         encoded = self._tokenizer.encode_batch([text[:size] for text, _ in rendered], add_special_tokens=False)
@@ -217,7 +216,6 @@ class PairTokenizer(ChatTokenizer):
         self.fingerprint += "-pairs"
 
     def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
-        """``encode`` of each document."""
         sides = [json.dumps(side).encode() for document in documents for side in json.loads(document)]
         found = super().encode_batch(sides)
         return [np.concatenate([[~len(a)], a, b]) for a, b in zip(found[::2], found[1::2], strict=True)]

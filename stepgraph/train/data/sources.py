@@ -117,7 +117,6 @@ class Source(Corpus):
         self.val = np.sort(np.concatenate([self.train, self.val]))
 
     def describe(self) -> str:
-        """One line for people: how much there is and how it is split."""
         return (
             f"{self.name}: {len(self):,} {self.unit}, {megabytes(self.size)}; "
             f"{len(self.train):,} train / {len(self.val):,} validation"

@@ -49,7 +49,6 @@ class ByteTokenizer:
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
     def encode_batch(self, documents: list[bytes]) -> list[np.ndarray]:
-        """``encode`` of each document."""
         return [self.encode(document) for document in documents]
 
     def decode(self, ids: np.ndarray) -> str:

@@ -136,7 +136,6 @@ class RunFolder:
             self._rewinds = False
 
     def write_config(self, config: TrainConfig) -> None:
-        """Writes ``config.json``."""
         write_text(self.path / "config.json", config.to_json())
 
     def write(self, name: str, content: Any) -> None:
