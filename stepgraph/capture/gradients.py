@@ -59,16 +59,6 @@ class Share:
         return AllStages([slots[i].tensor for i in reached], counted, self.group)
 
 
-def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``grad`` with the memory layout of ``param``, or contiguous where that leaves gaps; copied if need be."""
-    if sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) >= param.numel():
-        return grad.contiguous()
-    if grad.stride() == param.stride():
-        return grad
-    order = sorted(range(param.ndim), key=param.stride, reverse=True)
-    return grad.permute(order).contiguous().permute(sorted(range(param.ndim), key=order.__getitem__))
-
-
 def clip(
     grads: dict[int, torch.Tensor], params: Sequence[torch.Tensor], max_norm: float, stages: AllStages | None = None
 ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from stepgraph import compat
-from stepgraph.capture import gradients
 from stepgraph.capture.optimizer import Update, host_state
 from stepgraph.capture.state import Slot, Wrapping, unwrap
 from stepgraph.graph.step_graph import InputSpec
@@ -82,7 +81,7 @@ class Inputs:
     def add_accumulator(self, name: str, param: torch.Tensor) -> int:
         """Add the sum of the gradients of ``param``, a local fake tensor; where it is."""
         with self.mode, torch.no_grad():
-            like = gradients.as_accumulated(torch.empty(param.shape, dtype=param.dtype, device=param.device), param)
+            like = compat.as_accumulated(torch.empty(param.shape, dtype=param.dtype, device=param.device), param)
         self.specs.append(InputSpec(Accumulator(name)))
         self.fakes.append(like)
         return len(self.specs) - 1

@@ -224,10 +224,11 @@ class Recorder:
                 self._forward_nodes[compat.current_sequence_nr()].append(node)
             elif self._owner is not None and not self._again and stage_of(node) == "begin":
                 self.reducing[node] = self._owner
-            _refuse_written_constants(node, constants)
+            if is_mutating(node):
+                _refuse_written(node, constants)
             if self._draws_anew and is_random(node):
                 _refuse_drawing_anew(node)
-            if self._reentrant and node.target in BY_GRADIENTS:
+            if self._reentrant and node.target in (*BY_GRADIENTS, torch.ops.aten.mkldnn_rnn_layer.default):
                 _refuse_by_gradients(node)
             return node
 
@@ -355,14 +356,14 @@ class Recorder:
             self._open, self._again, self.stack[:] = before
 
     def watch_backward(
-        self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str], exact: bool = False
+        self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str], in_order: int = 0
     ) -> None:
         """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
         checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
-        of the model (``frozen``: its name by its id), or into one from outside; with ``exact`` also where eager adds up
-        a parameter's gradients in another order, see `_refuse_order`.
+        of the model (``frozen``: its name by its id), or into one from outside; also where eager adds up a parameter's
+        gradients in another order, see `_refuse_order`, which ``in_order`` microbatches must not.
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
@@ -383,20 +384,22 @@ class Recorder:
             owner = owners and owners.of(node)
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
-            if self._apart and exact:
+            if self._apart and in_order:
                 for leaf in [one for one, _ in node.next_functions if one and hasattr(one, "variable")]:
                     uses[leaf].append(node._sequence_nr())
         for leaf, numbers in uses.items():
-            if not self._is_in_order(sorted(numbers, reverse=True)):
+            if not self._is_in_order(sorted(numbers, reverse=True), in_order > 1):
                 _refuse_order(leaf.variable, self._forward.get(max(numbers)))
 
-    def _is_in_order(self, numbers: Sequence[int]) -> bool:
+    def _is_in_order(self, numbers: Sequence[int], accumulates: bool) -> bool:
         """Whether adding up a parameter's gradients one by one, from the operators with these ``numbers``, is what
-        eager does, which adds up those of each re-entrant checkpoint, and those of all else, by themselves."""
+        eager does, which adds up those of each re-entrant checkpoint, and those of all else, by themselves, and one
+        after the other to those of earlier microbatches, where it ``accumulates``."""
         groups = [next((i for i, (a, b) in enumerate(self._apart) if a < number <= b), -1) for number in numbers]
         last = {group: place for place, group in enumerate(groups)}
         first = min(last, key=lambda group: last[group])
-        return groups[: last[first] + 1].count(first) == last[first] + 1 and len(groups) - len(last) == last[first]
+        whole = groups[: last[first] + 1].count(first) == last[first] + 1
+        return whole and len(groups) - len(last) == last[first] and not (accumulates and len(last) > 1)
 
     def _owners(self, params: Sequence[torch.Tensor]) -> Owners | None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -467,29 +470,35 @@ def _refuse_wrapper(module: nn.Module) -> None:
         )
 
 
-def _refuse_written_constants(node: fx.Node, constants: nn.Module) -> None:
-    """A tensor that is no input is written: torch would also write into the user's own while it traces."""
-    if is_mutating(node) and any(written.op == "get_attr" for written in written_arguments(node)):
-        where = provenance(node)
-        if where.phase == "optimizer":
+def _refuse_written(node: fx.Node, constants: nn.Module) -> None:
+    """A tensor that is no input is written: torch would also write into the user's own while it traces. Or an empty one
+    is, which an operator may give another size, as the first call of quantization's observers does."""
+    where = provenance(node)
+    for written in written_arguments(node):
+        if written.op == "get_attr" and where.phase == "optimizer":
             raise CaptureError(
                 "the optimizer's step writes into a tensor that is neither a parameter nor in its state; keep it in "
                 "optimizer.state[parameter]"
             )
-        written = next(one for one in written_arguments(node) if one.op == "get_attr")
-        raise OutsideError(
-            f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
-            "its buffer; register it as a buffer of a module that is part of the model, or that the loss reaches",
-            getattr(constants, written.target),
-        )
+        if written.op == "get_attr":
+            raise OutsideError(
+                f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
+                "its buffer; register it as a buffer of a module that is part of the model, or that the loss reaches",
+                getattr(constants, written.target),
+            )
+        if where.phase != "optimizer" and written.op == "placeholder" and written.meta["val"].numel() == 0:
+            raise CaptureError(
+                f"{where.path or 'the model'} ({where.source}) runs {node.target} on an empty buffer, which its first "
+                "call may fill; call the model once before the capture"
+            )
 
 
 def _refuse_by_gradients(node: fx.Node) -> None:
     """Eager's first run of a re-entrant checkpoint needs no gradient, and computes values by another algorithm."""
     where = provenance(node)
     raise CaptureError(
-        f"{where.path or 'the model'} ({where.source}) computes singular values or eigenvalues under re-entrant "
-        "torch.utils.checkpoint, whose two runs differ in eager; use use_reentrant=False"
+        f"{where.path or 'the model'} ({where.source}) runs {node.target} under re-entrant torch.utils.checkpoint, "
+        "whose two runs differ in eager; use use_reentrant=False"
     )
 
 

@@ -394,7 +394,7 @@ class StepTrace:
         if self.accumulate > 1:
             loss = loss / self.accumulate
         seed = torch.ones_like(loss)
-        self.recorder.watch_backward(loss, [p for _, p in params], frozen, self.exact)
+        self.recorder.watch_backward(loss, [p for _, p in params], frozen, self.accumulate * self.exact)
         with self.recorder.in_phase("backward"), torch.no_grad():
             try:
                 grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
@@ -410,7 +410,7 @@ class StepTrace:
                 if grads[i] is not None:
                     checks.refuse_sparse(grads[i], path)
                     grad = gradients.local(grads[i], param)
-                    grads[i] = gradients.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
+                    grads[i] = compat.as_accumulated(grad, unwrap(param)[0][0]) if self.accumulate == 1 else grad
         return loss.detach(), grads
 
     def _recording(self, call: Callable[[], Any], inputs: Inputs) -> Any:

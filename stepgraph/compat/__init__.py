@@ -112,6 +112,7 @@ from stepgraph.compat.repeated import DispatchMode, RepeatedCalls, Repeating
 from stepgraph.compat.replaced import replaced, replaced_functions
 from stepgraph.compat.tracing import (
     Again,
+    as_accumulated,
     attention_as_in_eager,
     collector_off,
     constants_of_trace,

@@ -243,17 +243,20 @@ def intercept_checkpoint(
         options["preserve_rng_state"] = False
         return run(function, preserve_rng_state, lambda again: original(again, args, kwargs, **options))
 
+    def check_nesting(refused: int) -> None:
+        if refused:
+            raise CaptureError(
+                "a re-entrant torch.utils.checkpoint of what writes its buffers is called inside another, or calls "
+                "one; give it use_reentrant=False"
+            )
+
     def run(function: Callable, preserve_rng_state: bool, start: Callable) -> Iterator[None]:
         nonlocal repeated
         with region(preserve_rng_state, False) as again:
             if again is None:
                 yield
                 return
-            if whole:
-                raise CaptureError(
-                    "torch.utils.checkpoint is called inside a re-entrant torch.utils.checkpoint of what writes its "
-                    "buffers; give the outer one use_reentrant=False"
-                )
+            check_nesting(whole)
 
             def in_context(*args: Any, **kwargs: Any) -> Any:
                 with again():
@@ -283,9 +286,10 @@ def intercept_checkpoint(
             # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled()
             with region(preserve_rng_state, needed) as again:
-                if needed:  # a view sums its gradients before its base gets them, as eager's detached tensor
-                    args = tuple(a.view_as(a) if isinstance(a, torch.Tensor) and a.requires_grad else a for a in args)
+                if needed:
+                    args = tuple(map(_detached, args))
                 if needed and again is not None:
+                    check_nesting(repeated)
                     # It runs again as a whole, once the gradients of all its results are there.
                     with torch_checkpoint.set_checkpoint_early_stop(False):
                         return torch_checkpoint.checkpoint(
@@ -318,6 +322,25 @@ def intercept_checkpoint(
     finally:
         for one in reversed(started):  # else its hooks of saved tensors stay until the error is forgotten
             one.close()
+
+
+def as_accumulated(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``grad`` with the memory layout of ``param``, or contiguous where that leaves gaps; copied if need be."""
+    if sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) >= param.numel():
+        return grad.contiguous()
+    if grad.stride() == param.stride():
+        return grad
+    order = sorted(range(param.ndim), key=param.stride, reverse=True)
+    return grad.permute(order).contiguous().permute(sorted(range(param.ndim), key=order.__getitem__))
+
+
+def _detached(given: Any) -> Any:
+    """An argument of a re-entrant checkpoint: its gradients are added up, and laid out as it is, before what made it
+    gets them, as those of eager's detached tensor are."""
+    if isinstance(given, torch.Tensor) and given.requires_grad:
+        made, given = given, given.view_as(given)
+        given.register_hook(lambda grad: as_accumulated(grad, made))
+    return given
 
 
 @contextlib.contextmanager

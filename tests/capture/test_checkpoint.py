@@ -196,11 +196,18 @@ class Layers(nn.Module):
         return self.run(lambda y: y * self.b.average.cos(), x) + self.a.count * 0.1
 
 
+def test_a_re_entrant_call_of_what_writes_its_buffers_inside_another_is_refused():
+    """Eager runs it three times."""
+    model = Layers(lambda m, x: checkpoint(averages, m, x, use_reentrant=True), False)
+    with pytest.raises(CaptureError, match="give it use_reentrant=False"):
+        stepgraph.capture(model, mse, pairs()[0], passes="exact")
+
+
 @FLAVOURS
 @pytest.mark.parametrize("function", STATE)
 def test_state_that_the_function_writes(check_training, function, use_reentrant):
     if function is nests and use_reentrant:
-        with pytest.raises(CaptureError, match="give the outer one use_reentrant=False"):
+        with pytest.raises(CaptureError, match="give it use_reentrant=False"):
             stepgraph.capture(Layers(function, use_reentrant), mse, pairs()[0], passes="exact")
         return
     check_training(Layers(function, use_reentrant), mse, pairs(), adamw, max_grad_norm=0.5, passes="exact")
@@ -371,3 +378,37 @@ def test_a_refused_capture_leaves_no_hooks_of_saved_tensors():
     with pytest.raises(CaptureError, match="re-entrant"):
         stepgraph.capture(Layers(nests, True), mse, pairs()[0], passes="exact")
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_weight_in_two_re_entrant_calls_is_refused_with_accumulation():
+    """Eager adds the gradients of each call to those of earlier microbatches."""
+    with pytest.raises(CaptureError, match="re-entrant"):
+        stepgraph.capture(Shared(("r", 1), ("r", 1)), shared_loss, torch.randn(4, 4), accumulate=2, passes="exact")
+
+
+def test_gradients_leave_a_re_entrant_call_laid_out_as_its_argument():
+    """Products round by the order in memory of what they multiply."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.linear = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 5)
+
+        def forward(self, x):
+            y = F.gelu(self.attention(x, x, x)[0])
+            return self.linear(checkpoint(torch.abs, y, use_reentrant=True))
+
+    torch.manual_seed(0)
+    model, x = Turned(), torch.randn(4, 4, 8)
+    eager = copy.deepcopy(model)
+    shared_loss(eager, x).backward()
+    stepgraph.capture(model, shared_loss, x, passes="exact")(x)
+    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("function", [nn.LSTM(12, 12), torch.linalg.svdvals], ids=["lstm", "svdvals"])
+def test_what_eager_computes_otherwise_without_gradients_is_refused_in_a_re_entrant_call(function):
+    model = Layers(lambda m, x: function(x)[0] * m.linear(x), True)
+    with pytest.raises(CaptureError, match="two runs differ in eager"):
+        stepgraph.capture(model, mse, pairs()[0], passes="exact")

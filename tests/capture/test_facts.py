@@ -75,6 +75,21 @@ def benchmarked(model, x):
     return model.linear(x)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_forms_of_buffers_that_forward_changes_are_refused():
+    """Shape and strides, and what observers of quantization give empty buffers inside an operator."""
+    turned = Model(lambda model, x: model.linear(x) * model.table.t_().sum(1))
+    turned.register_buffer("table", torch.randn(4, 4))
+    with pytest.raises(CaptureError, match="forward reshapes table in place"):
+        stepgraph.capture(turned, loss_fn, torch.randn(3, 4), passes="exact")
+    observed = Model(lambda model, x: model.observer(model.linear(x)))
+    observed.observer = torch.ao.quantization.default_fused_per_channel_wt_fake_quant()
+    with pytest.raises(CaptureError, match=r"observer .* on an empty buffer, .* call the model once"):
+        stepgraph.capture(observed, loss_fn, torch.randn(3, 4), passes="exact")
+    observed(torch.randn(3, 4))
+    assert stepgraph.capture(observed, loss_fn, torch.randn(3, 4), passes="exact").verify(torch.randn(3, 4)).bitwise
+
+
 def in_autocast(model, x):
     torch.set_autocast_enabled("cpu", True)
     y = model.linear(x)

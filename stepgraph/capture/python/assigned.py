@@ -17,7 +17,7 @@ def write_assigned(
 ) -> None:
     """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
     for slot, old, _ in held:
-        if old.shape != slot.tensor.shape:
+        if (old.shape, old.stride()) != (slot.tensor.shape, slot.tensor.stride()):
             raise CaptureError(
                 f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
                 "a captured step cannot change the form of its state, reshape a view of it"
