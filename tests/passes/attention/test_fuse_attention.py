@@ -191,10 +191,16 @@ def positions(self, q, k, v):
     return F.softmax(q @ k.mT * q.shape[-1] ** -0.5 + self.bias, -1) @ v
 
 
+def of_bias(self, *shape):
+    """A table that learns: as many numbers of the bias, over and over again."""
+    need = math.prod(shape)
+    return self.bias.flatten().repeat(-(-need // self.bias.numel()))[:need].view(shape)
+
+
 def relative(self, q, k, v):
     """Transformer-XL's and Conformer's: a product of queries and positions, shifted; both are scaled."""
     B, H, T, D = q.shape
-    table = self.bias.flatten()[: H * D * (2 * T - 1)].view(1, H, D, 2 * T - 1)
+    table = of_bias(self, 1, H, D, 2 * T - 1)
     shifted = torch.cat([torch.zeros(B, H, T, 1, dtype=q.dtype, device=q.device), (q + 1) @ table], -1)
     shifted = shifted.view(B, H, 2 * T, T)[:, :, 1:].view(B, H, T, 2 * T - 1)[..., :T]
     return F.softmax((q @ k.mT + shifted) / D**0.5, -1) @ v
@@ -203,7 +209,7 @@ def relative(self, q, k, v):
 def disentangled(self, q, k, v):
     """DeBERTa's: products with relative positions, gathered for each pair."""
     B, H, T, D = q.shape
-    table, places = self.bias.flatten()[: H * D * T].view(1, H, D, T), torch.arange(T, device=q.device)
+    table, places = of_bias(self, 1, H, D, T), torch.arange(T, device=q.device)
     index = (places[:, None] - places).clamp(0).expand(B, H, T, T)
     scores = (q @ k.mT) * (2 * D) ** -0.5 + torch.gather(q @ table, -1, index) * (2 * D) ** -0.5
     return F.softmax(scores, -1) @ v
