@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 def keep_workspaces(step: StepGraph) -> None:
     """oneDNN's recurrent layers that were called in gradient mode run in it, see `stepgraph.kernels.recurrent`."""
-    for node in step.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+    for node in step.calling(aten.mkldnn_rnn_layer.default):
         if node.meta["val"][3].numel():  # a workspace
             node.target = torch.ops.stepgraph.rnn_layer.default
             node.args = (node.args[0], list(node.args[1:5]), *node.args[5:])

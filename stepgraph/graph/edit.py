@@ -179,10 +179,13 @@ def _made(made: Any, mode: compat.FakeTensorMode, args: Sequence[Any]) -> Any:
     return kind(tensors) if issubclass(kind, (list, tuple)) else tensors[0]
 
 
-def replace(old: fx.Node, new: fx.Node) -> None:
-    """Every reader of ``old`` reads ``new``, and ``old`` goes. What only it read stays: see `erase_unread`."""
+def replace(old: fx.Node, new: fx.Node, *, sweep: bool = False) -> None:
+    """Every reader of ``old`` reads ``new``, and ``old`` goes; with ``sweep`` what only it read too."""
+    read = old.all_input_nodes
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+    if sweep:
+        erase_unread(*read)
 
 
 def replace_all(new_of: dict[fx.Node, fx.Node]) -> None:

@@ -233,6 +233,34 @@ def getitem_users(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
+#: Views that keep all elements in their order.
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def behind_reshapes(node: fx.Node) -> fx.Node:
+    """What ``node`` is in another shape, or itself."""
+    while node.target in RESHAPES:
+        node = node.args[0]
+    return node
+
+
+def swapped(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is with its last two dimensions swapped; None where it is nothing of the kind."""
+    if node.target is aten.t.default:
+        return node.args[0]
+    if node.target is not aten.transpose.int:
+        return None
+    rank = node.meta["val"].ndim
+    return node.args[0] if {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1} else None
+
+
+def is_zeros(node: fx.Node) -> bool:
+    """Whether the node makes a tensor of zeros."""
+    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0
+
+
 def upstream(node: fx.Node, given: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Everything that ``node`` is made from; not what the nodes ``given`` are made from."""
     seen: set[fx.Node] = set()

@@ -158,6 +158,10 @@ class StepGraph:
         """Each node that the graph returns and what it is, in order."""
         return zip(self.graph.output_node().args[0], list(self.outputs), strict=True)
 
+    def calling(self, *targets: Callable) -> list[fx.Node]:
+        """The nodes that call ``targets``, those of the first in order, then those of the next."""
+        return [n for target in targets for n in self.graph.find_nodes(op="call_function", target=target)]
+
     def placeholders(self, *kinds: type[Input]) -> list[fx.Node]:
         """Placeholders of the given kinds (all of them if none is given), in order."""
         return [node for node, what in self.bound() if not kinds or isinstance(what, kinds)]

@@ -37,7 +37,6 @@ ORDER = (
     "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits by our kernel
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
-    "gather_activations_fp8",  # numerics: tensor parallelism's gathers of activations likewise
     "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
     "contract_products",  # numerics: sums of broadcast products as matrix products
     "fuse_attention",  # numerics: attention written out as products by fused kernels

@@ -198,8 +198,7 @@ from torch import nn
 from stepgraph.passes import get
 
 for mode in sys.argv[1:]:
-    name, *autotune = mode.split(",")
-    passes = ["tag_regions", get("inductor", mode=name, max_autotune=bool(autotune))]
+    passes = ["tag_regions", get("inductor", mode=mode)]
     batch = torch.randn(8, 16)
     step = stepgraph.capture(nn.RMSNorm(16), lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     step(batch)

@@ -32,30 +32,24 @@ class Tuning:
     """The rule. Tiles are for 2-byte values, and smaller if by the estimate of registers wider values do not fit."""
 
     tuned: bool = False
-    mixed: tuple[int, int, int, int] | None = None
-    inner: tuple[int, int] | None = None
     graphs_compiled: int = 0
     graphs_seen: int = 0
 
     def settings(self) -> tuple[Any, ...]:
-        return ("tuned_reductions", self.tuned, self.mixed, self.inner)
+        return ("tuned_reductions", self.tuned)
 
     def mixed_tile(self, rows: int, columns: int, loads: Loads, processors: int) -> Tile | None:
         """Tile of a reduction along rows and columns at once; None leaves it to Inductor."""
         if self.tuned:
             return None
         width = power_of_2_from(columns)
-        if self.mixed:
-            tile_rows, warps, programs, stages = self.mixed
-            tile = Tile(tile_rows, width, warps, stages, 0)
-        else:
-            # Enough threads to load a row at once, but few enough for several programs per SM.
-            warps = {256: 1, 512: 2, 1024: 4, 2048: 4, 4096: 8}.get(width, 1 if width < 256 else 16)
-            tile = Tile(math.gcd(rows, max(1, 1024 * warps // width)), width, warps, 3 if width <= 8192 else 2, 0)
-            while tile.rows > 1 and estimate(loads, tile) > tile.register_limit - MARGIN:
-                tile = replace(tile, rows=tile.rows // 2)
-            bytes_of_row = width * sum(loads.full)
-            programs = max(1, round(IN_FLIGHT / ((tile.stages - 1) * tile.rows * bytes_of_row)))
+        # Enough threads to load a row at once, but few enough for several programs per SM.
+        warps = {256: 1, 512: 2, 1024: 4, 2048: 4, 4096: 8}.get(width, 1 if width < 256 else 16)
+        tile = Tile(math.gcd(rows, max(1, 1024 * warps // width)), width, warps, 3 if width <= 8192 else 2, 0)
+        while tile.rows > 1 and estimate(loads, tile) > tile.register_limit - MARGIN:
+            tile = replace(tile, rows=tile.rows // 2)
+        bytes_of_row = width * sum(loads.full)
+        programs = max(1, round(IN_FLIGHT / ((tile.stages - 1) * tile.rows * bytes_of_row)))
         split = math.ceil(rows / (processors * programs) / tile.rows) * tile.rows
         return replace(tile, split=split)
 
@@ -64,13 +58,9 @@ class Tuning:
         width = power_of_2_from(columns)
         if self.tuned or not 256 <= width <= LONGEST:
             return None
-        if self.inner:
-            tile_rows, warps = self.inner
-        else:
-            threads_of_row = min(512, width // 16)
-            tile_rows = max(1, 128 // threads_of_row)
-            warps = tile_rows * threads_of_row // 32
-        tile = Tile(tile_rows, width, warps, 1, 0)
+        threads_of_row = min(512, width // 16)
+        tile_rows = max(1, 128 // threads_of_row)
+        tile = Tile(tile_rows, width, tile_rows * threads_of_row // 32, 1, 0)
         return tile if rows >= tile_rows and estimate(loads, tile) <= tile.register_limit else None
 
     def can_fuse(self, node1: Any, node2: Any) -> bool:

@@ -81,20 +81,12 @@ def fusion_guard(max_registers: int | None = None) -> Scope:
     return Scope(Rules(guard=Guard(max_registers)))
 
 
-def tuned_reductions(
-    tuned: bool = False, *, mixed: tuple[int, int, int, int] | None = None, inner: tuple[int, int] | None = None
-) -> Scope:
+def tuned_reductions(tuned: bool = False) -> Scope:
     """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
 
     ``tuned``: let Inductor time its own candidates instead, while it compiles; it keeps the results on disk.
-    ``mixed``, ``inner``: one tile for every kernel, for measurements. ``mixed`` is (rows, warps, programs per SM,
-    stages) for reductions along rows and columns at once; ``inner`` is (rows, warps) for reductions along rows alone.
-    Raises ``ValueError`` unless rows and warps are powers of two.
     """
-    for name, value in (("mixed", mixed), ("inner", inner)):
-        if value is not None and not all(n > 0 and n & (n - 1) == 0 for n in value[:2]):
-            raise ValueError(f"{name}={value}: rows and warps must be powers of two, as in {name}=(4, 4, 2, 3)"[:119])
     config = {"triton.mix_order_reduction_allow_multi_stages": True, "triton.mix_order_reduction_non_strict_mode": True}
     if tuned:
         config |= {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
-    return Scope(Rules(tuning=Tuning(tuned, mixed, inner)), config)
+    return Scope(Rules(tuning=Tuning(tuned)), config)

@@ -195,7 +195,7 @@ def launch_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tup
 def launch_by_magnitudes(
     x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `magnitudes.cast_by_magnitudes`."""
+    """As `cast.cast_by_magnitudes`."""
     q, transposed = _copies(x, dtype, True, True)
     bits = [amax.view(torch.int32) for amax in (of_rows, of_columns)]
     scales = [torch.empty_like(amax) for amax in (of_rows, of_columns)]

@@ -1,4 +1,4 @@
-"""The Triton kernels of `swiglu` and of `magnitudes`."""
+"""The Triton kernels of `swiglu`."""
 
 import torch
 import triton
@@ -182,7 +182,7 @@ def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, dtype: torch.dtype, ke
 
 
 def launch_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `magnitudes.swiglu_magnitudes`."""
+    """As `swiglu.swiglu_magnitudes`."""
     y, (gate, up) = gate.new_empty(gate.shape), (_rows(t) for t in (gate, up))
     bits = _zeros(gate, columns)
     _magnitudes_kernel[_programs(gate)](
@@ -193,7 +193,7 @@ def launch_magnitudes(gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, 
 
 
 def launch_backward_magnitudes(dy: Tensor, gate: Tensor, up: Tensor, columns: bool) -> tuple[Tensor, ...]:
-    """As `magnitudes.swiglu_backward_magnitudes`."""
+    """As `swiglu.swiglu_backward_magnitudes`."""
     dgate, dup = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     dy, gate, up = (_rows(t) for t in (dy, gate, up))
     bits = *_zeros(gate, columns), *_zeros(gate, columns)

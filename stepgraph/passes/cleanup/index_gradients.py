@@ -20,11 +20,8 @@ def index_gradients(step: StepGraph, options: object, report: PassReport) -> Non
     relies on the check that forward made; under a trace it records the former, which first finds the smallest and the
     largest index. Not where forward did not read with the same indices.
     """
-    read = {
-        _key(n.args[1], n.args[0].meta["val"])
-        for n in step.graph.find_nodes(op="call_function", target=aten.index.Tensor)
-    }
-    for node in step.graph.find_nodes(op="call_function", target=aten.index_put.default):
+    read = {_key(n.args[1], n.args[0].meta["val"]) for n in step.calling(aten.index.Tensor)}
+    for node in step.calling(aten.index_put.default):
         if phase_of(node) != "backward" or not argument(node, "accumulate"):
             continue
         report.matched += 1

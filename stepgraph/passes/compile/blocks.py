@@ -30,7 +30,7 @@ def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cu
     last = step.placeholders()[-1]
     for node in reversed(step.graph.find_nodes(op="get_attr")):
         last.append(node)
-    for node in reversed(step.graph.find_nodes(op="call_function", target=operator.getitem)):
+    for node in reversed(step.calling(operator.getitem)):
         node.args[0].append(node)
     part_of = parts(step) if cut and len(step.blocks) >= FEWEST else {}
     runs: list[tuple[Region, list[fx.Node]]] = []

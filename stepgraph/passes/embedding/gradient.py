@@ -13,14 +13,12 @@ from torch import fx
 
 import stepgraph.kernels.embedding.gradient  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import argument
+from stepgraph.graph.facts import argument, is_zeros
 from stepgraph.graph.provenance import phase_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 _INDEXINGS = (aten.index_put.default, aten._index_put_impl.default)
 
 
@@ -68,15 +66,9 @@ def _indexing(node: fx.Node) -> tuple[str | None, tuple]:
     index, rows = indices[0].meta["val"], node.meta["val"]
     if rows.ndim != 2 or grad.meta["val"].shape != (*index.shape, rows.shape[1]):
         return f"a gradient {tuple(grad.meta['val'].shape)} of rows {tuple(rows.shape)}", arguments
-    if not _is_zeros(zeros):
+    if not is_zeros(zeros):
         return "it is added to something", arguments
     return _dtype(node), arguments
-
-
-def _is_zeros(node: fx.Node) -> bool:
-    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
-        return True
-    return node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0
 
 
 def _dtype(node: fx.Node) -> str | None:

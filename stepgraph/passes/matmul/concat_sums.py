@@ -36,7 +36,7 @@ class ConcatOptions:
 )
 def concat_sums(step: StepGraph, options: ConcatOptions, report: PassReport) -> None:
     """Concatenate gradients for a fused projection and add up its bias's gradient in one kernel."""
-    for node in step.graph.find_nodes(op="call_function", target=aten.cat.default):
+    for node in step.calling(aten.cat.default):
         y, parts = node.meta["val"], list(node.args[0])
         values = [part.meta["val"] for part in parts]
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)

@@ -31,7 +31,7 @@ def contract_products(step: StepGraph, options: object, report: PassReport) -> N
     factors and the sum.
     """
     saved = 0
-    for node in step.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList):
+    for node in step.calling(aten.sum.dim_IntList):
         product = node.args[0]
         if product.target is not aten.mul.Tensor or not all(isinstance(x, fx.Node) for x in product.args):
             continue

@@ -25,12 +25,11 @@ from torch import fx
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import argument, only_user
+from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, only_user
 from stepgraph.kernels import gelu, quack
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 #: What was measured: compute capability, and for products (M, K) (K, N) the least M, the range of K, and the least N.
@@ -97,8 +96,8 @@ def product_epilogues(step: StepGraph, options: EpilogueOptions, report: PassRep
 
 def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
     seen = set()  # a GELU that backward computes again of what forward kept stays
-    for node in step.graph.find_nodes(op="call_function", target=aten.gelu.default):
-        product = behind_views(node.args[0])
+    for node in step.calling(aten.gelu.default):
+        product = behind_reshapes(node.args[0])
         plain = product.target is aten.mm.default or (
             product.target is aten.addmm.default
             and product.args[0].meta["val"].shape == product.meta["val"].shape[1:]
@@ -113,8 +112,8 @@ def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
 
 
 def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
-    for node in step.graph.find_nodes(op="call_function", target=aten.gelu_backward.default):
-        product, reader = behind_views(node.args[0]), node
+    for node in step.calling(aten.gelu_backward.default):
+        product, reader = behind_reshapes(node.args[0]), node
         while reader is not product and only_user(reader.args[0]) is reader:
             reader = reader.args[0]
         if (
@@ -132,23 +131,16 @@ def feeds_products(node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
     """Whether all readers of ``node`` are products or ``besides``, also through views."""
     return all(
         feeds_products(user, besides)
-        if user.target in (*_VIEWS, aten.t.default)
+        if user.target in (*RESHAPES, aten.t.default)
         else user.target in _PRODUCTS or user in besides
         for user in node.users
     )
 
 
-def behind_views(node: fx.Node) -> fx.Node:
-    """The node of which ``node`` is a view, or itself."""
-    while node.target in _VIEWS:
-        node = node.args[0]
-    return node
-
-
 def sums_of_rows(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
     """Sums of the rows of ``node`` as a matrix of ``shape``."""
     for user in node.users:
-        if user.target in _VIEWS:
+        if user.target in RESHAPES:
             yield from sums_of_rows(user, shape)
         elif (
             user.target is aten.sum.dim_IntList
@@ -162,9 +154,8 @@ def sums_of_rows(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
 def replace_sums(sums: Iterable[fx.Node], total: fx.Node) -> None:
     """``total`` takes the place of ``sums``, as `sums_of_rows` gives them."""
     for one in sums:
-        build, read = Builder(one, before=one), one.args[0]
-        replace_node(one, build.cast(build.view(total, one.meta["val"].shape), one.meta["val"].dtype))
-        erase_unread(read)
+        build, value = Builder(one, before=one), one.meta["val"]
+        replace_node(one, build.cast(build.view(total, value.shape), value.dtype), sweep=True)
 
 
 def _takes(pair: _Pair) -> bool:

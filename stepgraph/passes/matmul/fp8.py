@@ -31,13 +31,11 @@ from torch import fx
 from stepgraph.costs.fp8 import cast_seconds, product_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder, replace
+from stepgraph.graph.facts import swapped
 from stepgraph.graph.provenance import phase_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.matmul.layers import Layer, Product, Side, find, is_head, is_router
-
-# The casts that fp8 products need: one per matrix, for all products that read it
-
 
 Recipe = Literal["tensorwise", "rowwise", "rowwise-bf16-weight-gradients"]
 #: What a matrix is in the model. It decides its format.
@@ -196,14 +194,16 @@ def fp8_matmul(step: StepGraph, options: Fp8MatmulOptions, report: PassReport) -
         if nodes:
             names = ", ".join(node.name for node in nodes[:_NAMES])
             report.notes.append(f"left in bf16: {len(nodes)} {what} ({names})")
-    if idle := [pattern for pattern in options.skip if not any(_matches(layer, pattern) for layer in found.layers)]:
+    if idle := [
+        pattern for pattern in options.skip if not any(fnmatchcase(layer.path, pattern) for layer in found.layers)
+    ]:
         report.notes.append(f"fp8_skip names no linear layer by {', '.join(idle)}")
 
 
 def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
     """Why the layer stays as it is whatever it costs, or None."""
     for pattern in options.skip:
-        if _matches(layer, pattern):
+        if fnmatchcase(layer.path, pattern):
             return f"fp8_skip={pattern}"
     dtypes = {n.meta["val"].dtype for p in layer.products for n in (p.node, p.a.node, p.b.node)} - {torch.bfloat16}
     if dtypes:
@@ -217,10 +217,6 @@ def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
     if any(size % _MULTIPLE for size in layer.forward.sizes):
         return f"{' x '.join(map(str, layer.forward.sizes))} is not a multiple of {_MULTIPLE} in both dimensions"
     return None
-
-
-def _matches(layer: Layer, pattern: str) -> bool:
-    return fnmatchcase(layer.path, pattern)
 
 
 def _cast_notes(casts: Iterable[Cast]) -> list[str]:
@@ -267,10 +263,7 @@ def rewrite(products: list[Planned], casts: dict[tuple, Cast], recipe: Recipe) -
         fast = recipe != "tensorwise" or planned.which == "forward"
         build = Builder(node, before=node)
         new = build(ours.scaled_product.default, a, b, scale_a, scale_b, planned.product.bias, fast)
-        read = node.all_input_nodes
-        node.replace_all_uses_with(new)
-        node.graph.erase_node(node)
-        erase_unread(*read)
+        replace(node, new, sweep=True)
 
 
 def _cast(cast: Cast, recipe: Recipe) -> dict[bool, tuple[fx.Node, fx.Node]]:
@@ -295,6 +288,4 @@ def _cast(cast: Cast, recipe: Recipe) -> dict[bool, tuple[fx.Node, fx.Node]]:
 def _in_rows(cast: Cast, build: Builder) -> fx.Node:
     """The matrix in its rows."""
     node = cast.side.node
-    if not cast.side.across:
-        return node
-    return node.args[0] if node.target is aten.t.default else build(aten.t.default, node)
+    return swapped(node) or build(aten.t.default, node) if cast.side.across else node

@@ -32,7 +32,7 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.values import Parameter
-from stepgraph.kernels.fp8 import magnitudes, swiglu  # noqa: F401  (these define operators of torch.ops.stepgraph)
+from stepgraph.kernels.fp8 import swiglu  # noqa: F401  (these define operators of torch.ops.stepgraph)
 from stepgraph.kernels.norm import cast as norm_cast  # noqa: F401
 from stepgraph.passes.contract import PassReport, StepGraph, register
 

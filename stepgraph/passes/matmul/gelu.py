@@ -18,10 +18,10 @@ from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import argument, only_user
+from stepgraph.graph.facts import argument, behind_reshapes, only_user
 from stepgraph.kernels import gelu_rows  # noqa: F401  (defines operators of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.matmul.epilogues import behind_views, feeds_products, replace_sums, sums_of_rows
+from stepgraph.passes.matmul.epilogues import feeds_products, replace_sums, sums_of_rows
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
@@ -39,7 +39,7 @@ def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> N
     """Run GELU between products, and its gradient with the bias's, by our kernels."""
     sums = 0
     for target in (aten.gelu.default, aten.gelu_backward.default):
-        for node in step.graph.find_nodes(op="call_function", target=target):
+        for node in step.calling(target):
             report.matched += 1
             value = node.meta["val"]
             able = value.dtype in options.dtypes and value.numel() >= options.least and value.ndim > 1
@@ -60,7 +60,7 @@ def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> N
 
 def _sums(node: fx.Node) -> list[fx.Node] | None:
     """The sums of the rows of a gradient that a product makes; None where it has other neighbours."""
-    product, reader = behind_views(node.args[0]), node
+    product, reader = behind_reshapes(node.args[0]), node
     if product.target is not aten.mm.default:
         return None
     while reader is not product:

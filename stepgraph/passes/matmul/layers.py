@@ -32,8 +32,6 @@ _LOSS |= {ours.token_stats, ours.token_kl_stats}
 _CHOICE = {aten.topk, aten.sort}
 #: Multiply several matrices at once.
 _BATCHED = {aten.bmm, aten.baddbmm, aten._grouped_mm, ours.grouped_mm}
-#: Lets each element through, as views do.
-_COPIES = (aten.clone,)
 
 
 class Side(NamedTuple):
@@ -193,11 +191,7 @@ def _reaches(start: fx.Node, targets: set, phase: str | None = None, through: tu
             if packet(user) in targets or (phase is not None and phase_of(user) == phase):
                 return True
             seen.add(user)
-            if is_view(user) or packet(user) in (*_COPIES, *through) or _computes_alone(user):
+            alone = is_pointwise(user) and len(user.all_input_nodes) == 1  # not a product or sum of two streams
+            if alone or is_view(user) or packet(user) in (aten.clone, *through):
                 queue.append(user)
     return False
-
-
-def _computes_alone(node: fx.Node) -> bool:
-    """Whether the node computes elements from those of one tensor; a product or sum of two streams ends the search."""
-    return is_pointwise(node) and len(node.all_input_nodes) == 1

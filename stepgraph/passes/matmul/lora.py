@@ -27,13 +27,12 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import is_cast, is_mutating, only_user, packet
+from stepgraph.graph.facts import RESHAPES, behind_reshapes, is_cast, is_mutating, only_user, packet, swapped
 from stepgraph.graph.provenance import phase_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.matmul.layers import Layer, Product, find
+from stepgraph.passes.matmul.layers import Layer, find
 
 aten, SUM = torch.ops.aten, torch.ops.stepgraph.sum_products.default
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
@@ -81,19 +80,10 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
     report.notes += [f"{number} adapters added by an operator of their own: {why}" for why, number in left.items()]
 
 
-# What is there
-
-
 def _has_chain(step: StepGraph) -> bool:
     """Whether a product reads another one, viewed in other shapes at most."""
-    products = [n for target in _PRODUCTS for n in step.graph.find_nodes(op="call_function", target=target)]
-    for node in products:
-        source = node.args[-2]
-        while source.target in _VIEWS:
-            source = source.args[0]
-        if source.target in _PRODUCTS:
-            return True
-    return False
+    products = step.calling(*_PRODUCTS)
+    return any(behind_reshapes(node.args[-2]).target in _PRODUCTS for node in products)
 
 
 def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:
@@ -102,20 +92,11 @@ def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:
     for up in layers:
         t = up.forward.a.node
         down = downs.get(aliases.root(t))
-        if down is None or not _reads_rows(t, down.forward.node) or up.forward.why_not or down.forward.bias:
+        if down is None or behind_reshapes(t) is not down.forward.node or up.forward.why_not or down.forward.bias:
             continue
         (_, width, rank), inner = up.forward.sizes, down.forward.sizes[2]
         if rank < width and rank < inner and not down.forward.why_not:
             yield _ended(Adapter(down, up))
-
-
-def _reads_rows(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``node`` is ``source``, viewed in other shapes at most."""
-    while node is not source:
-        if node.target not in _VIEWS:
-            return False
-        node = node.args[0]
-    return True
 
 
 def _ended(adapter: Adapter) -> Adapter:
@@ -139,7 +120,7 @@ def _ended(adapter: Adapter) -> Adapter:
             else:
                 adapter.base, adapter.end = base, user
             break
-        elif user.target not in _VIEWS:
+        elif user.target not in RESHAPES:
             adapter.why_not = f"{packet(user) or user.op} reads what it adds"
         node = user
     return adapter
@@ -147,7 +128,7 @@ def _ended(adapter: Adapter) -> Adapter:
 
 def _below(node: fx.Node) -> fx.Node:
     """What ``node`` is a view of, as far as nothing else reads it."""
-    while node.target in _VIEWS and only_user(node) is not None:
+    while node.target in RESHAPES and only_user(node) is not None:
         node = node.args[0]
     return node
 
@@ -174,9 +155,6 @@ def _groups(adapters: Sequence[Adapter]) -> list[list[Adapter]]:
     return list(groups.values())
 
 
-# Forward
-
-
 def _join_down(group: list[Adapter]) -> int:
     """One first product for all of ``group``; how many it takes the place of."""
     first, products = group[0].down.forward.node, [adapter.down.forward for adapter in group]
@@ -185,7 +163,7 @@ def _join_down(group: list[Adapter]) -> int:
     for product in products:
         _hoist(product.b.node, first)
     build = Builder(*(p.node for p in products), before=first)
-    stacked = build(aten.cat.default, [_transposed(p.b.node, build) for p in products])
+    stacked = build(aten.cat.default, [swapped(p.b.node) or build(aten.t.default, p.b.node) for p in products])
     wide = build(aten.mm.default, products[0].a.node, build(aten.t.default, stacked))
     _split(wide, [p.node for p in products], 1, build)
     return len(group)
@@ -199,9 +177,7 @@ def _split(wide: fx.Node, parts: Sequence[fx.Node], dim: int, build: Builder) ->
         for part, start, end in zip(parts, (0, *ends), ends, strict=False)
     ]
     for part, piece in zip(parts, pieces, strict=True):
-        read = part.all_input_nodes
-        replace(part, piece)
-        erase_unread(*read)
+        replace(part, piece, sweep=True)
 
 
 def _hoist(node: fx.Node, before: fx.Node) -> None:
@@ -212,10 +188,6 @@ def _hoist(node: fx.Node, before: fx.Node) -> None:
         before.prepend(node)
 
 
-def _transposed(node: fx.Node, build: Builder) -> fx.Node:
-    return node.args[0] if node.target is aten.t.default else build(aten.t.default, node)
-
-
 def _add(adapter: Adapter) -> None:
     """The products with B and with the base layer's weight as one sum."""
     base, up, end = adapter.base, adapter.up.forward.node, adapter.end
@@ -223,12 +195,7 @@ def _add(adapter: Adapter) -> None:
     build = Builder(base, up, end, before=end)
     t, b = up.args
     y = build(SUM, [t, x], [b, w], bias, adapter.scale)
-    read = end.all_input_nodes
-    replace(end, build.view(y, end.meta["val"].shape))
-    erase_unread(*read)
-
-
-# Backward
+    replace(end, build.view(y, end.meta["val"].shape), sweep=True)
 
 
 def _scale_backward(adapter: Adapter) -> bool:
@@ -244,20 +211,13 @@ def _scale_backward(adapter: Adapter) -> bool:
         if dy is None:
             continue
         new = build(SUM, [dy], [product.node.args[1]], None, adapter.scale)
-        read = product.node.all_input_nodes
-        _moved(adapter, product, new)
-        replace(product.node, new)
-        erase_unread(*read)
+        if product is adapter.up.input_gradient:
+            adapter.up.input_gradient = product._replace(node=new)
+        else:
+            adapter.up.weight_gradient = product._replace(node=new)
+        replace(product.node, new, sweep=True)
         done = True
     return done
-
-
-def _moved(adapter: Adapter, product: Product, new: fx.Node) -> None:
-    """Note that ``product`` is ``new`` now."""
-    if product is adapter.up.input_gradient:
-        adapter.up.input_gradient = product._replace(node=new)
-    else:
-        adapter.up.weight_gradient = product._replace(node=new)
 
 
 def _unscaled(node: fx.Node, scale: float, build: Builder) -> fx.Node | None:
@@ -265,9 +225,7 @@ def _unscaled(node: fx.Node, scale: float, build: Builder) -> fx.Node | None:
     if node.target is aten.t.default:
         found = _unscaled(node.args[0], scale, build)
         return None if found is None else build(aten.t.default, found)
-    shape = node.meta["val"].shape
-    while node.target in _VIEWS:
-        node = node.args[0]
+    shape, node = node.meta["val"].shape, behind_reshapes(node)
     if node.target is not aten.mul.Tensor or node.args[1] != scale or node.meta["val"].dtype != _dtype(node.args[0]):
         return None
     dy = node.args[0]
@@ -305,9 +263,7 @@ def _sum_input_gradients(adapters: Sequence[Adapter]) -> list[int]:
         total = build(SUM, *map(list, zip(*products, strict=True)))
         for leaf in leaves[:-1]:
             _drop(leaf)
-        read = last.all_input_nodes
-        replace(last, total)
-        erase_unread(*read)
+        replace(last, total, sweep=True)
     return found
 
 
@@ -319,7 +275,7 @@ def _side_by_side(parts: list[fx.Node]) -> fx.Node:
 
 def _summand(node: fx.Node) -> fx.Node | None:
     """The sum that alone reads ``node``, viewed and cast at most."""
-    while (user := only_user(node)) is not None and (user.target in _VIEWS or is_cast(user)):
+    while (user := only_user(node)) is not None and (user.target in RESHAPES or is_cast(user)):
         node = user
     return user if user is not None and user.target is aten.add.Tensor and _is_plain_sum(user) else None
 
@@ -335,7 +291,7 @@ def _root(leaf: fx.Node) -> fx.Node | None:
 def _leaves(node: fx.Node) -> Iterator[fx.Node]:
     """The products of two matrices among the summands of the sum ``node``."""
     for summand in node.args:
-        while (summand.target in _VIEWS or is_cast(summand)) and only_user(summand) is not None:
+        while (summand.target in RESHAPES or is_cast(summand)) and only_user(summand) is not None:
             summand = summand.args[0]
         if only_user(summand) is None:
             continue

@@ -47,7 +47,7 @@ def tune_products(step: StepGraph, options: TuneOptions, report: PassReport) -> 
         report.notes.append(f"torch's algorithms are kept: {why}")
         return
     targets = (aten.mm.default, aten.addmm.default)
-    found = [n for target in targets for n in step.graph.find_nodes(op="call_function", target=target)]
+    found = step.calling(*targets)
     problems: list[Problem] = []
     for node in found:
         report.matched += 1

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import argument
+from stepgraph.graph.facts import argument, swapped
 from stepgraph.kernels.moe import grouped
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
@@ -43,7 +43,7 @@ class _Adapter(NamedTuple):
 @register("lora_experts", "numerics", after=("fuse_experts", "weight_experts", "expert_swiglu"))
 def lora_experts(step: StepGraph, options: object, report: PassReport) -> None:
     """Multiply rows with low-rank adapters of experts, instead of adding these to the experts' weights."""
-    for node in step.graph.find_nodes(op="call_function", target=aten.baddbmm.default):
+    for node in step.calling(aten.baddbmm.default):
         products = _products(node)
         if products == []:
             continue
@@ -57,21 +57,10 @@ def lora_experts(step: StepGraph, options: object, report: PassReport) -> None:
     report.summary = f"{report.changed} of {report.matched} adapters of experts' weights by grouped products"
 
 
-# What is there
-
-
-def _transposed(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is with its last two dimensions swapped."""
-    if node.target is not aten.transpose.int:
-        return None
-    value = node.args[0].meta["val"]
-    return node.args[0] if {dim % value.ndim for dim in node.args[1:]} == {1, 2} and value.ndim == 3 else None
-
-
 def _products(total: fx.Node) -> list[tuple[fx.Node, bool]] | None:
     """The grouped products that read ``total``, in order; empty where none does, None where others read it too."""
-    readers = [(user, total, False) for user in total.users if _transposed(user) is None]
-    for view in (user for user in total.users if _transposed(user) is not None):
+    readers = [(user, total, False) for user in total.users if swapped(user) is None]
+    for view in (user for user in total.users if swapped(user) is not None):
         readers += [(user, view, True) for user in view.users]
     found = [(user, turned) for user, read, turned in readers if user.target is _PRODUCT and user.args[1] is read]
     return found if not found or len(found) == len(readers) else None
@@ -114,17 +103,13 @@ def _side(node: fx.Node, gradient: fx.Node, left: fx.Node, right: fx.Node) -> bo
     if node.target is not aten.bmm.default:
         return None
     one, other = node.args
-    if one is gradient and _same(other, right):
+
+    def is_transpose(node: fx.Node, factor: fx.Node) -> bool:
+        return swapped(node) is factor or swapped(factor) is node
+
+    if one is gradient and is_transpose(other, right):
         return True
-    return False if other is gradient and _same(one, left) else None
-
-
-def _same(node: fx.Node, factor: fx.Node) -> bool:
-    """Whether ``node`` is the transpose of ``factor``."""
-    return _transposed(node) is factor or _transposed(factor) is node
-
-
-# The rewrite
+    return False if other is gradient and is_transpose(one, left) else None
 
 
 def _rewrite(found: _Adapter) -> None:

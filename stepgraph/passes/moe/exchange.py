@@ -37,7 +37,7 @@ def exchange_fp8(step: StepGraph, options: object, report: PassReport) -> None:
     """Cast tokens to fp8 before they travel to experts."""
     travels: Counter[str] = Counter()
     stays: Counter[str] = Counter()
-    for cast in step.graph.find_nodes(op="call_function", target=_CAST):
+    for cast in step.calling(_CAST):
         rows, movers, readers = cast.args[0], [], [cast]
         report.matched += bool(_brought(rows))
         while (found := _brought(rows)) and set(rows.users) <= set(readers):

@@ -34,9 +34,9 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import argument, only_user
+from stepgraph.graph.facts import argument, is_zeros, only_user, swapped
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.moe.routing import INDEXINGS, VIEWS, Routing, counts_experts, is_zeros, routing_of
+from stepgraph.passes.moe.routing import INDEXINGS, VIEWS, Routing, counts_experts, routing_of
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _CAST = aten._to_copy.default
@@ -189,18 +189,15 @@ def _before_cast(dy: fx.Node, rows: fx.Node) -> fx.Node:
     return dy
 
 
-_SORTS = (aten.sort.default, aten.sort.stable)
-
-
 @register("fuse_experts", "numerics", after=("index_gradients",))
 def fuse_experts(step: StepGraph, options: object, report: PassReport) -> None:
     """Sort, gather, multiply and combine the rows of experts by our kernels."""
     counts = dict.fromkeys(("gathers", "combines", "products"), 0)
-    for node in step.graph.find_nodes(op="call_function", target=aten._grouped_mm.default):
+    for node in step.calling(aten._grouped_mm.default):
         report.matched += 1
         counts["products"] += _product(node, report)
     routings = 0
-    for sort in [n for target in _SORTS for n in step.graph.find_nodes(op="call_function", target=target)]:
+    for sort in [n for target in (aten.sort.default, aten.sort.stable) for n in step.calling(target)]:
         found = routing_of(sort)
         if isinstance(found, str):
             if counts_experts(sort):
@@ -217,9 +214,6 @@ def fuse_experts(step: StepGraph, options: object, report: PassReport) -> None:
             f"{routings} routings, {counts['gathers']} gathers, {counts['combines']} combines, "
             f"{counts['products']} grouped products"
         )
-
-
-# Grouped products
 
 
 def _product(node: fx.Node, report: PassReport) -> bool:
@@ -240,9 +234,7 @@ def _product(node: fx.Node, report: PassReport) -> bool:
     if dims == (2, 3):
         new = build(ours.grouped_mm.default, a, b, offsets)
     else:
-        last = argument(a, "dim0") in (-2, 0) and argument(a, "dim1") in (-1, 1) if a.op == "call_function" else False
-        transposed = a.target is aten.t.default or (a.target is aten.transpose.int and last)
-        rows = a.args[0] if transposed else build(aten.t.default, a)
+        rows = swapped(a) or build(aten.t.default, a)
         new = build(ours.grouped_mm_weight.default, rows, b, offsets)
     replace(node, new)
     erase_unread(a)
@@ -264,9 +256,6 @@ def _sort_by_expert(routing: Routing) -> None:
     build = Builder(routing.counted, before=routing.counted)
     replace(routing.counted, build(aten.cumsum.default, routing.counts, 0, dtype=torch.int32))
     erase_unread(histogram, routing.sort)
-
-
-# What reads the permutation
 
 
 def _rewrite(routing: Routing, counts: dict[str, int], report: PassReport) -> None:

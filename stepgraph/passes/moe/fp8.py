@@ -24,9 +24,9 @@ import torch
 from torch import fx
 
 from stepgraph.costs.fp8 import cast_seconds, product_seconds, recast_seconds
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import leaves_rest
+from stepgraph.graph.facts import leaves_rest, swapped
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.kernels.fp8.formats import MULTIPLE
 from stepgraph.kernels.moe.packed import E4M3
@@ -73,12 +73,12 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
     stays: Counter[str] = Counter()
     packed: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple, tuple[fx.Node, ...]] = {}
-    for node in [n for t in (_PRODUCT, _WEIGHT_PRODUCT) for n in step.graph.find_nodes(op="call_function", target=t)]:
+    for node in step.calling(_PRODUCT, _WEIGHT_PRODUCT):
         report.matched += 1
         if why := _refusal(node, options, packed):
             stays[why] += 1
             continue
-        read, build = node.all_input_nodes, Builder(node, before=node)
+        build = Builder(node, before=node)
         if node.target is _PRODUCT:
             rows, weight, offsets = node.args[:3]
             if rows not in packed:
@@ -90,9 +90,7 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
             sides = (_cast_groups(packed.get(n, n), node.args[2], build, casts) for n in node.args[:2])
             (a, scale_a, ends), (b, scale_b, _) = sides
             new = build(ours.grouped_scaled_mm_weight.default, a, b, scale_a, scale_b, ends)
-        node.replace_all_uses_with(new)
-        step.graph.erase_node(node)
-        erase_unread(*read)
+        replace_node(node, new, sweep=True)
         report.changed += 1
     fused = sum(_cast_where_made(rows, cast) for rows, cast in packed.items())
     report.summary = f"{report.changed} of {report.matched} products of experts' rows in fp8"
@@ -151,10 +149,10 @@ def _cast_where_made(rows: fx.Node, cast: fx.Node) -> bool:
 
 def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
     """Values (E, N, K) and scales (E, N) of the transposes of ``weight`` (E, K, N)."""
-    straight = weight.target is aten.transpose.int and {d % 3 for d in weight.args[1:]} == {1, 2}
-    key = ("weight", weight.args[0] if straight else weight, straight, phase_of(build.place))
+    straight = swapped(weight)
+    key = ("weight", straight or weight, straight is not None, phase_of(build.place))
     if key not in casts:
-        x = weight.args[0] if straight else build(aten.transpose.int, weight, 1, 2)
+        x = straight or build(aten.transpose.int, weight, 1, 2)
         if not x.meta["val"].is_contiguous():
             x = build(aten.clone.default, x, memory_format=torch.contiguous_format)
         E, N, K = x.meta["val"].shape

@@ -44,7 +44,7 @@ class ProductOptions:
 )
 def grouped_products(step: StepGraph, options: ProductOptions, report: PassReport) -> None:
     """Multiply the rows of experts by QuACK's kernels."""
-    found = [n for target in _PRODUCTS for n in step.graph.find_nodes(op="call_function", target=target)]
+    found = step.calling(*_PRODUCTS)
     report.matched = len(found)
     if not found:
         return

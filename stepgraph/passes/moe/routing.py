@@ -84,9 +84,3 @@ def _options_of_topk(chosen: fx.Node) -> int | None:
 def counts_experts(sort: fx.Node) -> bool:
     """Whether what ``sort`` sorted is counted as experts are; other sorts are no business of ours."""
     return next(iter(_counted(getitem_users(sort).get(0))), None) is not None
-
-
-def is_zeros(node: fx.Node) -> bool:
-    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
-        return True
-    return node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0

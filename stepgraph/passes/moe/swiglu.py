@@ -47,7 +47,7 @@ class _Found(NamedTuple):
 @register("expert_swiglu", "numerics", after=("fuse_experts", "weight_experts"), needs_cuda=True)
 def expert_swiglu(step: StepGraph, options: object, report: PassReport) -> None:
     """Compute the SwiGLU of experts' rows, forward and backward, for the rows in use alone."""
-    for product in step.graph.find_nodes(op="call_function", target=_PRODUCT):
+    for product in step.calling(_PRODUCT):
         halves = _halves(product)
         h = None if halves is None else _gated(*halves)
         if h is None or not any(_reads_rows(user, h, product.args[2]) for user in h.users):

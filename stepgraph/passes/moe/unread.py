@@ -41,7 +41,7 @@ _BACK, _ENDS = 1, 2
 def unread_rows(step: StepGraph, options: object, report: PassReport) -> None:
     """Leave rows of experts' buffers that no token fills unwritten, where nothing reads them."""
     for target in _WRITERS:
-        for node in step.graph.find_nodes(op="call_function", target=target):
+        for node in step.calling(target):
             offsets = _offsets(node)
             if offsets is None:
                 continue

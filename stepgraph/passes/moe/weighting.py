@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import getitem_users
+from stepgraph.graph.facts import getitem_users, swapped
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.moe.routing import VIEWS
 
@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 def weight_experts(step: StepGraph, options: object, report: PassReport) -> None:
     """Weight the rows of experts before their last product, so that backward need not read its result."""
     position = {node: i for i, node in enumerate(step.graph.nodes)}
-    for node in step.graph.find_nodes(op="call_function", target=_BACKWARD):
+    for node in step.calling(_BACKWARD):
         report.matched += 1
         found = _match(node, position)
         if isinstance(found, str):
@@ -66,8 +66,12 @@ def _match(backward: fx.Node, position: dict[fx.Node, int]) -> _Found | str:
         return "the rows before the last product are wider than the rows after it"
     if position.get(_source(weights), len(position)) > position[product] or position[places] > position[product]:
         return "the weights are computed after the last product"
+
+    def same(given: fx.Node | None) -> bool:
+        return given is not None and _source(given) is _source(weights)
+
     sums = [user for user in product.users if user is not backward]
-    if any(n.target is not _FORWARD or n.args[1] is not places or not _same(n.args[2], weights) for n in sums):
+    if any(n.target is not _FORWARD or n.args[1] is not places or not same(n.args[2]) for n in sums):
         return "something else reads the rows"
     drows = getitem_users(backward).get(0)
     readers = list(drows.users) if drows is not None else []
@@ -76,7 +80,8 @@ def _match(backward: fx.Node, position: dict[fx.Node, int]) -> _Found | str:
     to_matrix = [n for n in to_matrix if set(n.args[:2]) == {drows, inner}]
     if len(to_inner) != 1 or len(to_inner) + len(to_matrix) != len(readers):
         return "something else reads the gradient of the rows"
-    if not _transposed(to_inner[0].args[1], matrix):
+    other = to_inner[0].args[1]
+    if swapped(other) is not matrix and swapped(matrix) is not other:
         return "its gradient goes through another matrix"
     return _Found(product, sums, backward, to_inner[0], to_matrix)
 
@@ -99,7 +104,7 @@ def _rewrite(found: _Found) -> None:
 
     build = Builder(backward, before=backward)
     grad = build(ours.gather_rows.default, dy, places, order, rows)
-    back = matrix.args[0] if _transposes(matrix) else build(aten.transpose.int, matrix, -2, -1)
+    back = swapped(matrix) or build(aten.transpose.int, matrix, -2, -1)
     unweighted = build.cast(build(_PRODUCT, grad, back, offsets, like=to_inner), wide)
     dinner = build.cast(build(aten.mul.Tensor, unweighted, column, like=to_inner), dtype)
     outputs = getitem_users(backward)
@@ -119,25 +124,3 @@ def _source(weights: fx.Node) -> fx.Node:
     while weights.target in VIEWS:
         weights = weights.args[0]
     return weights
-
-
-def _same(weights: fx.Node | None, others: fx.Node) -> bool:
-    return weights is not None and _source(weights) is _source(others)
-
-
-def _transposes(node: fx.Node) -> bool:
-    """Whether ``node`` swaps the last two of three dimensions."""
-    return node.target is aten.transpose.int and {d % 3 for d in node.args[1:]} == {1, 2}
-
-
-def _transposed(a: fx.Node, b: fx.Node) -> bool:
-    """Whether one matrix is the other's transpose."""
-    return _turned(a)[0] is _turned(b)[0] and _turned(a)[1] != _turned(b)[1]
-
-
-def _turned(node: fx.Node) -> tuple[fx.Node, bool]:
-    """What ``node`` is a view of, and whether transposed."""
-    turned = False
-    while _transposes(node):
-        node, turned = node.args[0], not turned
-    return node, turned

@@ -59,7 +59,7 @@ class _Modulated:
 def modulated_norm(step: StepGraph, options: None, report: PassReport) -> None:
     """Run the backward of norms that are scaled and shifted by sequence, and gates before them, by our kernel."""
     gated, aliases = 0, Aliases(step.graph)
-    for root in step.graph.find_nodes(op="call_function", target=aten.native_layer_norm_backward.default):
+    for root in step.calling(aten.native_layer_norm_backward.default):
         found = _modulated(root)
         if found is None:
             continue
