@@ -106,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, log_sum, column, counted, count = ctx.saved_tensors
         gradient = logits.clone(memory_format=torch.contiguous_format)  # `fuse_loss` overwrites the logits where it can
         slope, none = torch.where(counted, -grad / count, 0.0), torch.zeros_like(log_sum)
-        token_gradient_(gradient, column, log_sum, none, slope, none, 1.0, _NO_LABEL)
+        token_gradient_(gradient, column, log_sum, none, slope, none, none, none, 1.0, _NO_LABEL)
         return gradient, None, None, None, None, None
 
 

@@ -53,7 +53,7 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
     one, column = torch.tensor(1.0, device=device), data(ROWS, dtype=torch.float32)
     for layout in WRITTEN:
         yield f"cross_entropy_ {layout.__name__}", ours.cross_entropy_, (layout(logits), targets, one, True, -100)
-        tokens = (layout(logits), targets, column, column.abs(), column, column, 0.7, -100)
+        tokens = (layout(logits), targets, column, column.abs(), *[column] * 4, 0.7, -100)
         yield f"token_gradient_ {layout.__name__}", ours.token_gradient_, tokens
         tokens = (layout(logits), layout(logits.flip(0)), column, column, column, column.abs(), 0.7, False)
         yield f"token_kl_gradient_ {layout.__name__}", ours.token_kl_gradient_, tokens

@@ -153,7 +153,7 @@ class _LabelHead(torch.autograd.Function):
         head, flat = _Head(hidden, weight, bias, ()), labels.flatten()
         bounds = head.bounds(parts)
         found = [token_stats(head.logits(a, b), flat[a:b], scale, ignore) for a, b in bounds]
-        log_prob, log_sum, entropy = map(torch.cat, zip(*found, strict=True))
+        log_prob, log_sum, entropy, _ = map(torch.cat, zip(*found, strict=True))
         ctx.save_for_backward(hidden, weight, bias, labels, log_sum, entropy)
         ctx.constants = scale, ignore, bounds
         return log_prob.view(labels.shape), entropy.view(labels.shape)
@@ -164,7 +164,8 @@ class _LabelHead(torch.autograd.Function):
         hidden, weight, bias, labels, log_sum, entropy = ctx.saved_tensors
         scale, ignore, bounds = ctx.constants
         head = _Head(hidden, weight, bias, ctx.needs_input_grad)
-        rows = labels.flatten(), log_sum, entropy, slope.flatten(), entropy_slope.flatten()
+        none = torch.zeros_like(log_sum)
+        rows = labels.flatten(), log_sum, entropy, slope.flatten(), none, entropy_slope.flatten(), none
         for first, last in bounds:
             logits = head.logits(first, last)
             token_gradient_(logits, *(t[first:last] for t in rows), scale, ignore)

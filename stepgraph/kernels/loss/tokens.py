@@ -16,34 +16,38 @@ where ranks share the vocabulary and exchange these numbers: a label may then be
 all columns.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from stepgraph.kernels.operator import operator
 
 
-def stats_reference(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
+def stats_reference(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, ...]:
     """`token_stats` in plain torch."""
     z = _wide(logits, scale)
     log_sum = z.logsumexp(1)
     logs = z - log_sum.unsqueeze(1)
     counts, inside = labels != ignore, (labels >= 0) & (labels < logits.shape[1])
     chosen = logs.gather(1, labels.where(inside & counts, 0).unsqueeze(1)).squeeze(1)
-    return chosen.where(inside, torch.nan).where(counts, 0.0), log_sum, -_expected(logs.exp(), logs)
+    return chosen.where(inside, torch.nan).where(counts, 0.0), log_sum, -_expected(logs.exp(), logs), z.mean(1)
 
 
 def gradient_reference(
-    logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor,
-    entropy_slope: Tensor, scale: float, ignore: int
+    logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor, sum_slope: Tensor,
+    entropy_slope: Tensor, mean_slope: Tensor, scale: float, ignore: int
 ) -> Tensor:  # fmt: skip
     """What `token_gradient_` writes, in plain torch."""
     logs = _wide(logits, scale) - log_sum.unsqueeze(1)
     p = logs.exp()
     hit = torch.arange(logits.shape[1], device=logits.device) == labels.unsqueeze(1)
-    of_label = (hit.to(p.dtype) - p) * slope.where(labels != ignore, 0.0).unsqueeze(1)
+    slope = slope.where(labels != ignore, 0.0)
+    of_label = (hit.to(p.dtype) - p) * slope.unsqueeze(1)
     of_entropy = _product(p, logs + entropy.unsqueeze(1)) * entropy_slope.unsqueeze(1)
-    none = (slope.where(labels != ignore, 0.0) == 0) & (entropy_slope == 0)
-    return ((of_label - of_entropy) * scale).masked_fill(none.unsqueeze(1), 0.0).to(logits.dtype)
+    of_sums = p * sum_slope.unsqueeze(1) + (mean_slope / logits.shape[1]).unsqueeze(1)
+    none = torch.stack([slope, sum_slope, entropy_slope, mean_slope]).eq(0).all(0)
+    return ((of_label - of_entropy + of_sums) * scale).masked_fill(none.unsqueeze(1), 0.0).to(logits.dtype)
 
 
 def kl_reference(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,14 +86,13 @@ def _narrow(found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(value.float() for value in found)
 
 
-def _three_of_rows(logits: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, c = (logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(3))
-    return a, b, c
+def _of_rows(count: int) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda logits, *_: tuple(logits.new_empty(logits.shape[:1], dtype=torch.float32) for _ in range(count))
 
 
-@operator(_three_of_rows, launch="loss.tokens_triton:launch_stats")
-def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of the label and entropy of each row, in one pass.
+@operator(_of_rows(4), launch="loss.tokens_triton:launch_stats")
+def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probability of the label, entropy and mean logit of each row, in one pass.
 
     Args:
         logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32.
@@ -97,7 +100,8 @@ def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tu
         scale: what logits are multiplied by, 1 / temperature.
 
     Returns:
-        ``log_prob``, ``log_sum`` (the logarithm of the sum of exponentials) and ``entropy`` in nats, (M,) fp32 each.
+        ``log_prob``, ``log_sum`` (the logarithm of the sum of exponentials), ``entropy`` in nats and ``mean`` of the
+        logits times ``scale``, (M,) fp32 each.
 
     Deterministic: sums are taken in a fixed order.
     """
@@ -106,23 +110,24 @@ def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tu
 
 @operator(lambda *_: None, launch="loss.tokens_triton:launch_gradient", writes={"logits"})
 def token_gradient_(
-    logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor,
-    entropy_slope: Tensor, scale: float, ignore: int
+    logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor, sum_slope: Tensor,
+    entropy_slope: Tensor, mean_slope: Tensor, scale: float, ignore: int
 ) -> None:  # fmt: skip
     """Write over ``logits`` their gradient, of what `token_stats` gave for the same arguments.
 
     Args:
         labels: as there; outside [0, V) where another rank has the label's column.
         log_sum: as there, or of the columns of all ranks.
-        slope, entropy_slope: (M,) fp32, gradients of the row's log-probability and entropy. Rows where both are 0
-            become zeros, whatever they hold.
+        slope, sum_slope, entropy_slope, mean_slope: (M,) fp32, gradients of what `token_stats` gives of a row, in its
+            order. Rows where all are 0 become zeros, whatever they hold.
 
     Computed in fp32 and rounded once.
     """
-    logits.copy_(gradient_reference(logits, labels, log_sum, entropy, slope, entropy_slope, scale, ignore))
+    slopes = slope, sum_slope, entropy_slope, mean_slope
+    logits.copy_(gradient_reference(logits, labels, log_sum, entropy, *slopes, scale, ignore))
 
 
-@operator(_three_of_rows, launch="loss.tokens_triton:launch_kl")
+@operator(_of_rows(3), launch="loss.tokens_triton:launch_kl")
 def token_kl_stats(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """KL(p || q) of each row, p by ``logits`` and q by ``other``, in one pass.
 

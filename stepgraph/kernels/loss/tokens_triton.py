@@ -26,9 +26,9 @@ def _raised(top, total, v, LOG2E: tl.constexpr):
 
 @triton.jit
 def _stats_kernel(
-    logits, labels, log_prob, log_sum, entropy, stride, V, scale, ignore, BLOCK: tl.constexpr
+    logits, labels, log_prob, log_sum, entropy, mean, stride, V, scale, ignore, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Row ``program_id(0)``: the sums of e^(z - top) and of (z - top) e^(z - top), and the label's z."""
+    """Row ``program_id(0)``: the sums of e^(z - top), of (z - top) e^(z - top) and of z, and the label's z."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     scale = tl.cast(scale, tl.float32)
@@ -37,9 +37,11 @@ def _stats_kernel(
     top = -float("inf")
     total = 0.0
     weighted = 0.0
+    plain = 0.0
     for start in range(0, V, BLOCK):
         at = start + columns
         v = tl.load(x + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
+        plain += tl.sum(tl.where(at < V, v, 0.0), 0)
         higher, shift, factor, e, summed = _raised(top, total, v, _LOG2E)
         moved = tl.where(top == -float("inf"), 0.0, top - shift)
         weighted = (weighted + total * moved) * factor + tl.sum(tl.where(e > 0, e * (v - shift), 0.0), 0)
@@ -51,11 +53,13 @@ def _stats_kernel(
     tl.store(log_prob + row, tl.where(label == ignore, 0.0, (chosen - top) - log_total))
     tl.store(log_sum + row, top + log_total)
     tl.store(entropy + row, log_total - weighted / total)
+    tl.store(mean + row, plain / V)
 
 
 @triton.jit
 def _gradient_kernel(
-    logits, labels, log_sum, entropy, slope, entropy_slope, stride, V, scale, ignore, BLOCK: tl.constexpr
+    logits, labels, log_sum, entropy, slope, sum_slope, entropy_slope, mean_slope, stride, V, scale, ignore,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Block ``program_id(1)`` of row ``program_id(0)``."""
     row = tl.program_id(0).to(tl.int64)
@@ -65,13 +69,15 @@ def _gradient_kernel(
     scale = tl.cast(scale, tl.float32)
     label = tl.load(labels + row)
     of_label = tl.where(label == ignore, 0.0, tl.load(slope + row))
+    of_sum = tl.load(sum_slope + row)
     of_entropy = tl.load(entropy_slope + row)
-    if (of_label == 0.0) & (of_entropy == 0.0):
+    of_mean = tl.load(mean_slope + row)
+    if (of_label == 0.0) & (of_sum == 0.0) & (of_entropy == 0.0) & (of_mean == 0.0):
         tl.store(x, tl.zeros([BLOCK], logits.dtype.element_ty), mask=inside)
     else:
         log_p = tl.load(x, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_sum + row)
         p = tl.exp2(log_p * _LOG2E)
-        result = (tl.where(at == label, 1.0, 0.0) - p) * of_label
+        result = (tl.where(at == label, 1.0, 0.0) - p) * of_label + (p * of_sum + of_mean / V)
         result -= tl.where(p > 0, p * (log_p + tl.load(entropy + row)), 0.0) * of_entropy
         tl.store(x, (result * scale).to(logits.dtype.element_ty), mask=inside)
 
@@ -140,18 +146,17 @@ def gradient_configuration(V: int) -> tuple[int, int]:
 
 def launch_stats(
     logits: Tensor, labels: Tensor, scale: float, ignore: int, config: Config = None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As `tokens.token_stats`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     logits = in_rows(logits)
     rows, V = logits.shape
-    log_prob, log_sum, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    stats = tuple(torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(4))
     block, warps = config or configuration(V)
     if rows:
         _stats_kernel[(rows,)](
-            logits, labels.contiguous(), log_prob, log_sum, entropy, logits.stride(0), V, scale, ignore,
-            BLOCK=block, num_warps=warps,
-        )  # fmt: skip
-    return log_prob, log_sum, entropy
+            logits, labels.contiguous(), *stats, logits.stride(0), V, scale, ignore, BLOCK=block, num_warps=warps
+        )
+    return stats
 
 
 def launch_gradient(logits: Tensor, *rest: Any, config: Config = None) -> None:

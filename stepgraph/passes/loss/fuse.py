@@ -4,12 +4,13 @@ Matches: ``_log_softmax`` of a (M, V) tensor read only by ``nll_loss_forward`` a
 where the gradient that comes in does not depend on the loss's value. Before -> after: cast, log softmax, loss, loss
 backward, softmax backward, cast back -> ``stepgraph::cross_entropy_(logits)``. Where ranks share the
 vocabulary (tensor parallelism), see `split`; for log-probabilities of labels, entropies and divergences of two models,
-as in DPO, GRPO and distillation, see `tokens`; for both of the same logits, `apart`.
+as in DPO, GRPO and distillation, see `tokens`; for both of the same logits, `apart`; for other losses of classes (with
+weights, smoothed labels, a z-loss, metrics of the logits, or shifted logits) `labels`, which takes two kernels.
 Tier numerics: the kernel sums in another order, and its result is rounded once. Preconditions: a CUDA GPU, class
-indices as targets, no class weights, mean or sum.
+indices as targets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -19,10 +20,13 @@ from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.loss import apart, chunk, split, tokens
+from stepgraph.passes.loss import apart, chunk, labels, split, tokens
 from stepgraph.passes.loss.head import SAME, Head, readers
 
 aten = torch.ops.aten
+#: Times the bytes of a part that the logits of other losses may have: their parts cost another product, and unfused
+#: they need more than this many tensors in bf16.
+_UNFUSED = 4
 _NONE, _MEAN = 0, 1  # torch's numbers for the reductions
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, *SAME)
@@ -49,16 +53,25 @@ class LossOptions:
 )
 def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None:
     """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
-    entropies, fused, saved, heads, done = 0, 0, 0, _apart(step.graph, options, report), set()
-    for node in list(step.graph.nodes):
-        if node.target not in _FIRST or node in done:
-            continue
+    entropies, fused, saved, heads = 0, 0, 0, _apart(step.graph, options, report)
+    firsts = {node for node in step.graph.nodes if node.target in _FIRST}
+    while (node := next((n for n in step.graph.nodes if n in firsts), None)) is not None:
+        firsts.remove(node)
         aliases = Aliases(step.graph)
-        if node.target is aten._log_softmax.default and (several := tokens.match(node, aliases)) is not None:
-            heads += _in_parts(node, several, options, report)
-            done |= several.softmaxes if isinstance(several, tokens.TokenHead) else set()
-            continue
-        found = _FIRST[node.target](node, aliases)
+        found, options_here = None, options
+        if node.target in _OF_LOGITS:
+            found = tokens.match(node, aliases)
+            plain = _match(node, aliases) if found is None and node.target is aten._log_softmax.default else None
+            if not isinstance(found, tokens.TokenHead) and not _is_lean(plain, options) and _can_be_spelled(node):
+                found, plain = tokens.match(labels.spell(node), Aliases(step.graph)), None
+                options_here = replace(options, part_bytes=_UNFUSED * options.part_bytes)
+            if found is not None:
+                heads += _in_parts(node, found, options_here, report)
+                firsts -= found.softmaxes if isinstance(found, tokens.TokenHead) else set()
+                continue
+            found = plain
+        else:
+            found = split.match(node, aliases)
         if found is None:
             continue
         entropies += 1
@@ -109,6 +122,30 @@ def _separable(graph: fx.Graph, several: dict[fx.Node, list[fx.Node]]) -> str | 
     aliases = Aliases(trial)
     losses = [tokens.match(node, aliases) or _match(node, aliases) for node in firsts]
     return next((loss for loss in losses if isinstance(loss, str)), None)
+
+
+def _is_lean(loss: "_Loss | str | None", options: LossOptions) -> bool:
+    """Whether ``loss`` overwrites the logits themselves, or can be put in parts, in which they exist only once."""
+    if not isinstance(loss, _Loss) or not loss.private:
+        return False
+    node, plain = loss.logits, True
+    while node.target not in tokens.PRODUCTS:
+        if node.target is aten.slice.Tensor:
+            return False
+        if tokens.factor_of(node) or is_cast(node):
+            plain = False
+        elif node.target not in (*_RESHAPES, aten.clone.default):
+            return True
+        node = node.args[0]
+    return plain or chunk.parts(Head(node, node), options.chunks, options.part_bytes) > 1
+
+
+def _can_be_spelled(start: fx.Node) -> bool:
+    """Whether `tokens` matches once `labels` has spelled what reads the logits of ``start``, tried on a copy."""
+    copied: dict[fx.Node, fx.Node] = {}
+    trial = fx.Graph()
+    trial.output(trial.graph_copy(start.graph, copied))
+    return isinstance(tokens.match(labels.spell(copied[start]), Aliases(trial)), tokens.TokenHead)
 
 
 def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOptions, report: PassReport) -> str:
@@ -199,8 +236,9 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     return _Loss(logits, softmax, forward, backward, gradient, private)
 
 
-#: What a loss begins with, and how the rest of it is found.
-_FIRST = {aten._log_softmax.default: _match, torch.ops.stepgraph.token_gradient_.default: split.match}
+#: What a loss begins with.
+_OF_LOGITS = (aten._log_softmax.default, aten.logsumexp.default)
+_FIRST = (*_OF_LOGITS, torch.ops.stepgraph.token_gradient_.default)
 
 
 def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:

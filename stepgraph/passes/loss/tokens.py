@@ -1,14 +1,17 @@
 """Heads and what losses of post-training read of their softmax, in parts of the tokens, as `fuse_loss` rewrites them.
 
-Matches: ``_log_softmax`` (and ``_softmax``) of the logits ``x w^T`` (with a bias, a factor, casts, reshapes and slices
-of rows between), read by a ``gather`` of one label per token, by sums over the vocabulary of p log p, p log q and
-q log p, where q is of another head without a gradient, and in backward by what their gradients become; in any way of
-writing these (see `Reading`). DPO, GRPO, entropy bonuses and distillation (``F.kl_div``) have them.
+Matches: ``_log_softmax`` (and ``_softmax``) of the logits z = ``x w^T`` (with a bias, a factor, casts, reshapes and
+slices of rows between), read by a ``gather`` of one label per token, by sums over the vocabulary of z, log p, p log p,
+p log q and q log p, where q is of another head without a gradient, and in backward by what their gradients become; in
+any way of writing these (see `Reading`). z itself may be read by ``logsumexp``, ``argmax`` and ``gather``. Losses of
+classes are put in this form by `labels`. DPO, GRPO, entropy bonuses, z-losses, smoothed labels and distillation
+(``F.kl_div``) have them.
 
     before: logits = x w^T                 after, for each part of the rows of x, one after the other:
-            logs = log_softmax(logits)             logits = x_i w^T; log_prob_i, log_sum_i, entropy_i = stats(logits)
-            log_prob = gather(logs)                kl_i, log_sums_i = kl_stats(logits, logits of the other head)
-            sum(p log p), sum(q (log q - logs))    in backward: logits again, written over by their gradient
+            logs = log_softmax(logits)             logits = x_i w^T
+            log_prob = gather(logs)                log_prob_i, log_sum_i, entropy_i, mean_i = stats(logits)
+            logsumexp(logits), sum(p log p)        kl_i, log_sums_i = kl_stats(logits, logits of the other head)
+            sum(q (log q - logs))                  in backward: logits again, written over by their gradient
             dx, dw of the logits' gradient         dx_i = logits w; dw += logits^T x_i
 
 In one part the logits are kept for backward, else their product is computed again: no tensor in fp32, and none of all
@@ -17,12 +20,14 @@ Numbers: the operators compute in fp32 whatever ``logs`` has, and round once. ``
 
 A sum of a p log p + b p log q + c q log q + d q log p is -(a + b) H(p) - b KL(p || q) - (c + d) H(q) - d KL(q || p).
 The softmax's backward takes away what a gradient has of p itself, so that the gradient a p log p + b p log q + e q of
-the log-probabilities is that of -(a + b) H(p) - b KL(p || q) - e KL(q || p).
+the log-probabilities is that of -(a + b) H(p) - b KL(p || q) - e KL(q || p). A sum of log p is V times the mean of z,
+less V times its logarithm of a sum of exponentials, whose gradient for z is p.
 
 Sums of products of probabilities and log-probabilities, as losses over a vocabulary are written.
 
-A node of such an expression is a polynomial in p and log p of softmaxes and in values of rows: ``g p (log p - log q)``
-is ``{(g, p, log p): 1, (g, p, log q): -1}``. Two ways to write one thing have one polynomial.
+A node of such an expression is a polynomial in z, p and log p of softmaxes, in the gradients that a softmax's backward
+or a gather's makes, and in values of rows: ``g p (log p - log q)`` is ``{(g, p, log p): 1, (g, p, log q): -1}``. Two
+ways to write one thing have one polynomial.
 """
 
 import itertools
@@ -43,11 +48,11 @@ from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.passes.loss.head import RESHAPES, SAME, Head, place, readers, unfit
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
-#: p or log p of the logits that a softmax takes, or a value of each row.
+#: z, p or log p of the logits that a softmax takes, the gradient that a node is, or a value of each row.
 Symbol = tuple[str, fx.Node] | fx.Node
 Terms = dict[tuple[Symbol, ...], float]
 
-P, LOG = "p", "log"
+Z, P, LOG, GRADIENT = "z", "p", "log", "gradient"
 SOFTMAXES = {aten._log_softmax.default: LOG, aten._softmax.default: P}
 _MOST = 32  # terms of what is looked at
 
@@ -56,7 +61,7 @@ def times(one: Terms, other: Terms) -> Terms:
     """The product of two polynomials."""
     found: Terms = {}
     for (a, x), (b, y) in itertools.product(one.items(), other.items()):
-        key = tuple(sorted((*a, *b), key=_order))
+        key = _key(*a, *b)
         found[key] = found.get(key, 0.0) + x * y
     return {key: value for key, value in found.items() if value}
 
@@ -65,6 +70,10 @@ def plus(one: Terms, other: Terms, factor: float = 1.0) -> Terms:
     """``one + factor * other``."""
     found = {key: one.get(key, 0.0) + factor * other.get(key, 0.0) for key in {**one, **other}}
     return {key: value for key, value in found.items() if value}
+
+
+def _key(*symbols: Symbol) -> tuple[Symbol, ...]:
+    return tuple(sorted(symbols, key=_order))
 
 
 def _order(symbol: Symbol) -> tuple[str, str]:
@@ -81,7 +90,7 @@ class Reading:
         """What ``node`` is; None if it is no such polynomial."""
         if node not in self._known:
             found = self._read(node)
-            self._known[node] = None if found is None or len(found) > _MOST else found
+            self._known[node] = None if found is None or len(found) > _MOST else _logs(found)
         return self._known[node]
 
     def _read(self, node: fx.Node) -> Terms | None:
@@ -90,12 +99,16 @@ class Reading:
             return None
         if _is_of_row(node):
             return {(node,): 1.0}
+        if any(user.target in SOFTMAXES or user.target is aten.logsumexp.default for user in node.users):
+            return {((Z, node),): 1.0}
+        if target in BACKWARDS or _is_scatter(node):
+            return {((GRADIENT, node),): 1.0}
         if target in SOFTMAXES:
             over = node.args[1] in (-1, value.ndim - 1)
             return {((SOFTMAXES[target], node.args[0]),): 1.0} if over else None
         if target is aten.expand.default:
             return {(node.args[0],): 1.0} if _is_of_row(node.args[0]) else None
-        if is_cast(node) or target in SAME or (target in RESHAPES and _keeps_width(node)):
+        if is_cast(node) or target in (*SAME, aten.clone.default) or (target in RESHAPES and _keeps_width(node)):
             return self(node.args[0])
         if node.kwargs or len(node.args) > 2:
             return None
@@ -124,6 +137,27 @@ class Reading:
         return None
 
 
+def _logs(found: Terms) -> Terms:
+    """``found`` with log p in place of z less the logarithm of its sum of exponentials."""
+    for key, factor in list(found.items()):
+        for symbol in key:
+            if isinstance(symbol, fx.Node) and (z := _summed(symbol)) is not None:
+                rest = list(key)
+                rest.remove(symbol)
+                if math.isclose(found.get(logit := _key(*rest, (Z, z)), 0.0), -factor):
+                    found = plus({k: f for k, f in found.items() if k not in (key, logit)},
+                                 {_key(*rest, (LOG, z)): -factor})  # fmt: skip
+                    break
+    return found
+
+
+def _summed(node: fx.Node) -> fx.Node | None:
+    """The logits whose exponentials ``node`` is the logarithm of a sum of, one for each row."""
+    while node.target is aten.unsqueeze.default or node.target in RESHAPES or is_cast(node):
+        node = node.args[0]
+    return node.args[0] if node.target is aten.logsumexp.default and _sums_last(node) else None
+
+
 def _is_of_row(node: fx.Node) -> bool:
     """Whether ``node`` is one value for all of a row."""
     value = node.meta.get("val")
@@ -137,11 +171,14 @@ def _keeps_width(node: fx.Node) -> bool:
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 _ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 BACKWARDS = {aten._log_softmax_backward_data.default: LOG, aten._softmax_backward_data.default: P}
-_SUMS = (aten.sum.dim_IntList, aten.sum.default, aten.mean.default)
+_OF_ROWS = (aten.sum.dim_IntList, aten.mean.dim)
+_SUMS = (*_OF_ROWS, aten.sum.default, aten.mean.default)
 _IGNORE = -100  # a gather takes no negative label, so that none is left out
 
-#: What is computed of each token: the entropies of both heads, and their divergences in both directions.
-OWN, OTHER, FORWARD, BACKWARD = "H(p)", "H(q)", "KL(p || q)", "KL(q || p)"
+#: What is computed of each token: the label's log-probability, the logarithm of the sum of exponentials, the entropy
+#: and the mean logit (as `token_stats` has them), the other head's entropy, and their divergences in both directions.
+STATS = LABEL, SUM, OWN, MEAN = "log p", "log sum", "H(p)", "mean z"
+OTHER, FORWARD, BACKWARD = "H(q)", "KL(p || q)", "KL(q || p)"
 #: By what is summed, in the order of the module's formula: what it consists of.
 _CONTENTS = {(0, 0): (OWN,), (0, 1): (OWN, FORWARD), (1, 1): (OTHER,), (1, 0): (OTHER, BACKWARD)}
 #: Values of a row that multiply, and by what of the above they multiply which factor.
@@ -161,9 +198,10 @@ class Logits:
 class TokenHead:
     """The nodes of a head and what its tokens' probabilities are read by.
 
-    ``softmaxes``: of it and of the ``other`` head. ``totals``: the sums, and what they are. ``first``: the first of
-    them and the gather. ``late``: what labels are made of after that. ``back``: from the softmax's gradient ``last`` to
-    the product's. ``slope``: the gathered one's gradient, ``slopes`` those of the rest.
+    ``softmaxes``: of it and of the ``other`` head. ``totals``: the sums, and what they are. ``picked``: what a gather
+    takes. ``tops``: where each row's greatest logit is. ``first``: the first of all these. ``late``: what labels are
+    made of after that. ``back``: from the gradient ``last`` of what softmaxes take to the product's. ``slopes``:
+    gradients of what is computed of each token. ``written``: results that something is written over.
     """
 
     softmaxes: set[fx.Node]
@@ -172,10 +210,12 @@ class TokenHead:
     shape: tuple[int, ...]
     gather: fx.Node | None
     late: list[fx.Node]
+    picked: Rows
     totals: dict[fx.Node, Rows]
+    tops: list[fx.Node]
     first: fx.Node
+    written: set[fx.Node]
     last: fx.Node | None = None
-    slope: fx.Node | None = None
     slopes: Rows = field(default_factory=dict)
     back: list[fx.Node] = field(default_factory=list)
 
@@ -196,7 +236,7 @@ class TokenHead:
 
     def needs(self, *names: str) -> bool:
         """Whether one of ``names`` has a part in a sum or a gradient."""
-        found = (factors for rows in (*self.totals.values(), self.slopes) for factors in rows.values())
+        found = (factors for rows in (self.picked, *self.totals.values(), self.slopes) for factors in rows.values())
         return any(name in factors for factors in found for name in names)
 
     def rewrite(self, bounds: list[tuple[int, int]]) -> None:
@@ -206,45 +246,54 @@ class TokenHead:
         if self.last is not None:
             writer.backward()
         ends = [*self.head.dx, *self.head.dw, *self.head.db]
-        erase_unread(*([self.gather] if self.gather else []), *self.totals, *ends)
+        erase_unread(*([self.gather] if self.gather else []), *self.totals, *self.tops, *ends)
 
 
-def match(softmax: fx.Node, aliases: Aliases) -> TokenHead | str | None:
-    """The head whose logits ``softmax`` takes, with another one that its probabilities meet; or why it stays as it is;
-    or None where neither a label's log-probability nor a sum over the vocabulary is read of it."""
+def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
+    """The head whose logits ``start``, a softmax or ``logsumexp``, takes, with another one that its probabilities meet;
+    or why it stays as it is; or None where neither a label's log-probability nor a sum over the vocabulary is read."""
     read = Reading()
-    found, gathers, totals, lasts, others = _region(softmax, read)
+    softmaxes, gathers, totals, tops, lasts, others, inside = _region(start, read)
     losses = [user for user in others if user.target is aten.nll_loss_forward.default]
     if not gathers and (losses or not any(_is_sum(total, read) for total in totals)):
         return None
-    value = softmax.meta["val"]
-    if softmax.args[1] not in (-1, value.ndim - 1) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"a softmax over dimension {softmax.args[1]} in {value.dtype}"
+    taken = start.args[0].meta["val"]
+    for node in softmaxes:
+        value = node.meta["val"]
+        if node.args[1] not in (-1, value.ndim - 1) or value.dtype not in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
+            return f"a softmax over dimension {node.args[1]} in {value.dtype}"
     if len(gathers) > 1:
         return f"{len(gathers)} gathers read it"
     if others:
         return f"{min(others).name} reads all log-probabilities"
-    gather, inputs = (gathers or [None])[0], list(dict.fromkeys(node.args[0] for node in found))
+    gather = (gathers or [None])[0]
+    label = _single(read(gather.args[0])) if gather else None
+    if gather and (label is None or label[0] == P):
+        return f"{gather.name} reads another head, or probabilities"
     trained = dict.fromkeys(_itself(last.args[1]).args[0] for last in lasts)
-    own = next(iter(trained), _itself(gather.args[0]).args[0] if gather else softmax.args[0])
+    own = next(iter(trained), label[1] if label else start.args[0])
+    inputs = dict.fromkeys([*(node.args[0] for node in softmaxes), own])
     if len(inputs) > 2 or len(trained) > 1:
         return f"{len(inputs)} heads meet in it, {len(trained)} of them with a gradient"
-    if gather and (_itself(gather.args[0]).target is not aten._log_softmax.default or
-                   _itself(gather.args[0]).args[0] is not own):  # fmt: skip
-        return f"{gather.name} reads another head, or probabilities"
-    if gather and gather.args[2].meta["val"].shape != (*value.shape[:-1], 1):
+    if (label and label[1] is not own) or any(_itself(node.args[0]) is not own for node in tops):
+        return f"{(gathers or tops)[0].name} reads another head, or probabilities"
+    if gather and gather.args[2].meta["val"].shape != (*taken.shape[:-1], 1):
         return "several labels for each token"
-    ends = [*lasts, *([gather] if gather else []), *totals]
+    ends = [*lasts, *gathers, *totals, *tops]
     end = max(ends, key=aliases.position.get)
     first = min((n for n in ends if n not in lasts), key=aliases.position.get)
     sides = []
     for side in [own, *(z for z in inputs if z is not own)]:
-        logits = _logits(side, found, (lasts and end) or first)
+        logits = _logits(side, inside, (lasts and end) or first)
         if isinstance(logits, str):
             return logits
         if aliases.position[logits.head.product] > aliases.position[first]:
             return f"{first.name} comes before the logits of the other head"
-        if side.meta["val"].numel() != value.numel() or side.meta["val"].shape[-1] != value.shape[-1]:
+        if side.meta["val"].numel() != taken.numel() or side.meta["val"].shape[-1] != taken.shape[-1]:
             return f"{side.name} has other tokens"
         sides.append(logits)
     late = _late(gather.args[2], ends, first, aliases) if gather else []
@@ -252,46 +301,72 @@ def match(softmax: fx.Node, aliases: Aliases) -> TokenHead | str | None:
         return "its labels are computed after the entropy"
     if len(sides) == 2 and not math.isclose(sides[0].scale, sides[1].scale):
         return "the other head has another temperature"
-    shape = tuple(own.meta["val"].shape[:-1])
-    tokens = TokenHead(set(found), sides[0], (*sides, None)[1], shape, gather, late, {}, first)
+    if tops and sides[0].scale < 0:
+        return "its greatest logits are those of the least products"
+    shape, columns = tuple(own.meta["val"].shape[:-1]), taken.shape[-1]
+    written = {node for node in ends if aliases.writes.get(aliases.root(node))}
+    picked = {(): _of_label(label[0], label[2])} if label else {}
+    tokens = TokenHead(
+        set(softmaxes), sides[0], (*sides, None)[1], shape, gather, late, picked, {}, tops, first, written
+    )
     for total in totals:
-        tokens.totals[total] = rows = _contents(read(total.args[0]), own, shape)
+        summed = total.target is aten.logsumexp.default
+        rows = {(): {SUM: 1.0}} if summed else _contents(read(total.args[0]), own, shape, columns)
+        tokens.totals[total] = rows
         if isinstance(rows, str) or {gather, *totals} & {node for key in rows for node in key}:
             return f"{total.name} sums what is no entropy or divergence"
-    reason = _backward(tokens, lasts, own, read) if lasts else None
+        if summed and total.args[0] is not own:
+            return f"{total.name} reads another head"
+    reason = _backward(tokens, lasts, own, read, columns)
     for logits in sides:
         reason = reason or unfit(logits.head, {logits.head.product}, aliases)
     return reason or tokens
 
 
-def _region(softmax: fx.Node, read: Reading) -> tuple[list[fx.Node], ...]:
-    """What is made of ``softmax`` and of the heads that it meets: (softmaxes, gathers, sums, the gradients of
-    softmaxes, other readers)."""
-    found, gathers, totals, lasts, others = [], [], [], [], []
-    queue, seen = [softmax], {softmax}
+def _single(terms: Terms | None) -> tuple[str, fx.Node, float] | None:
+    """(z, p or log p, of which logits, the number that it is multiplied with) of a polynomial of one such term."""
+    ((key, factor),) = terms.items() if terms and len(terms) == 1 else (((), 0.0),)
+    return (*key[0], factor) if len(key) == 1 and isinstance(key[0], tuple) and key[0][0] in (Z, P, LOG) else None
+
+
+def _of_label(kind: str, factor: float) -> dict[str, float]:
+    """What the label's z or log p is, times ``factor``."""
+    return {LABEL: factor} if kind == LOG else {LABEL: factor, SUM: factor}
+
+
+def _region(start: fx.Node, read: Reading) -> tuple[list[fx.Node], ...]:
+    """What is made of the logits that ``start`` takes and of the heads that they meet: (softmaxes, gathers, sums,
+    where rows are greatest, the gradients of softmaxes, other readers, all readers but these)."""
+    softmaxes, gathers, totals, tops, lasts, others = [], [], [], [], [], []
+    queue, seen = [start.args[0]], {start.args[0]}
     while queue:
         node = queue.pop()
-        if node.target in SOFTMAXES:
-            found.append(node)
-            reached = [user for user in node.args[0].users if user.target in SOFTMAXES]
-        else:
-            reached = [u for key in read(node) for s in key if isinstance(s, tuple)
-                       for u in s[1].users if u.target in SOFTMAXES]  # fmt: skip
-        for user in (*readers(node), *reached):
+        met = [s[1] for key in read(node) or {} for s in key if isinstance(s, tuple) and s[0] != GRADIENT]
+        for user in (*readers(node), *met):
             if user in seen:
                 continue
             seen.add(user)
-            if user.target is aten.gather.default and node.target in SOFTMAXES:
+            terms = None if user.target in _SUMS else read(user)
+            if user in met:
+                queue.append(user)
+            elif user.target in SOFTMAXES:
+                softmaxes.append(user)
+                queue.append(user)
+            elif user.target is aten.gather.default:
                 gathers.append(user)
             elif user.target in BACKWARDS:
                 lasts.append(user)
-            elif user.target in _SUMS and _sums_last(user):
+            elif user.target in (*_SUMS, aten.logsumexp.default) and _sums_last(user):
                 totals.append(user)
-            elif (terms := read(user)) and all(any(isinstance(s, tuple) for s in key) for key in terms):
+            elif user.target is aten.argmax.default and _sums_last(user):
+                tops.append(user)
+            elif terms and any(isinstance(s, tuple) and s[0] == GRADIENT for key in terms for s in key):
+                pass  # read where it becomes the gradient of logits
+            elif terms and any(isinstance(s, tuple) for key in terms for s in key):
                 queue.append(user)
-            elif user.target is not aten.scatter_add.default and not _adds_scatter(user):
+            else:
                 others.append(user)
-    return found, gathers, totals, lasts, others
+    return softmaxes, gathers, totals, tops, lasts, others, [node for node in seen if node not in others]
 
 
 def _late(labels: fx.Node, ends: list[fx.Node], first: fx.Node, aliases: Aliases) -> list[fx.Node] | None:
@@ -308,11 +383,6 @@ def _late(labels: fx.Node, ends: list[fx.Node], first: fx.Node, aliases: Aliases
     return found
 
 
-def _adds_scatter(node: fx.Node) -> bool:
-    """Whether ``node`` adds the gradient of a gather to others."""
-    return node.target is aten.add.Tensor and any(_is_scatter(n) or _adds_scatter(n) for n in node.all_input_nodes)
-
-
 def _is_scatter(node: fx.Node) -> bool:
     return node.target is aten.scatter_add.default and node.args[0].target in _ZEROS
 
@@ -325,25 +395,38 @@ def _itself(node: fx.Node) -> fx.Node:
 def _sums_last(node: fx.Node) -> bool:
     """Whether ``node`` sums whole rows, or all of them."""
     last = node.args[0].meta["val"].ndim - 1
-    return not node.kwargs and (node.target is not aten.sum.dim_IntList or node.args[1] in ([-1], [last]))
+    if node.target in (aten.sum.default, aten.mean.default):
+        return not node.kwargs
+    return {*node.kwargs} <= {"dtype"} and len(node.args) > 1 and node.args[1] in (-1, last, [-1], [last])
 
 
 def _is_sum(total: fx.Node, read: Reading) -> bool:
     return any(sum(isinstance(s, tuple) and s[0] == P for s in key) for key in read(total.args[0]) or {})
 
 
-def _contents(terms: Terms | None, own: fx.Node, shape: tuple[int, ...]) -> Rows | str:
-    """What the sum over the vocabulary of ``terms`` is, for the head that takes ``own``."""
+def _contents(terms: Terms | None, own: fx.Node, shape: tuple[int, ...], columns: int) -> Rows | str:
+    """What the sum over the vocabulary of ``terms`` is, for the head of ``columns`` that takes ``own``."""
     found: Rows = {}
     for key, factor in (terms or {(): 0.0}).items():
         rows, symbols = _divided(key)
         kinds = dict(symbols)
-        if len(symbols) != 2 or set(kinds) != {P, LOG} or not _fit(rows, shape):
+        if not _fit(rows, shape):
             return "other terms"
-        for name in _CONTENTS[tuple(int(kinds[kind] is not own) for kind in (P, LOG))]:
-            factors = found.setdefault(rows, {})
-            factors[name] = factors.get(name, 0.0) - factor
+        if symbols in ([(Z, own)], [(LOG, own)]):
+            _add(found, rows, MEAN, factor * columns)
+            if LOG in kinds:
+                _add(found, rows, SUM, -factor * columns)
+        elif len(symbols) == 2 and set(kinds) == {P, LOG}:
+            for name in _CONTENTS[tuple(int(kinds[kind] is not own) for kind in (P, LOG))]:
+                _add(found, rows, name, -factor)
+        else:
+            return "other terms"
     return _without_zeros(found)
+
+
+def _add(found: Rows, rows: tuple[fx.Node, ...], name: str, factor: float) -> None:
+    factors = found.setdefault(rows, {})
+    factors[name] = factors.get(name, 0.0) + factor
 
 
 def _without_zeros(found: Rows) -> Rows:
@@ -361,11 +444,11 @@ def _fit(rows: Iterable[fx.Node], shape: tuple[int, ...]) -> bool:
     return all(node.meta["val"].numel() in (1, math.prod(shape)) for node in rows)
 
 
-def _logits(side: fx.Node, softmaxes: list[fx.Node], end: fx.Node) -> Logits | str:
-    """The product that makes ``side``, which ``softmaxes`` take."""
+def _logits(side: fx.Node, inside: list[fx.Node], end: fx.Node) -> Logits | str:
+    """The product that makes ``side``, which those ``inside`` take."""
     node, views, scale = side, [], 1.0
     while True:
-        if len(node.users) > 1 and (node is not side or set(node.users) - set(softmaxes)):
+        if set(readers(node)).difference(inside) if node is side else len(node.users) > 1:
             return f"{node.name}, its logits, is read elsewhere"
         if node.target in PRODUCTS and not node.kwargs:
             return Logits(Head(node, end), views, scale)
@@ -376,44 +459,19 @@ def _logits(side: fx.Node, softmaxes: list[fx.Node], end: fx.Node) -> Logits | s
         node, scale = node.args[0], scale * (factor or 1.0)
 
 
-def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Reading) -> str | None:
-    """Find what leads from the gradients of softmaxes to those of the head; or why it cannot be rewritten."""
-    product, gather, terms = tokens.head.product, tokens.gather, {}
-    tokens.last = lasts[0]
-    if len(lasts) > 1:  # of log p and of p
-        tokens.last = only_user(lasts[0])
-        if len(lasts) > 2 or tokens.last is None or set(tokens.last.args) != set(lasts) or (
-            tokens.last.target is not aten.add.Tensor
-        ):  # fmt: skip
-            return "the gradients of its logits do not meet"
-    for last in lasts:
-        parts = [last.args[0]]
-        while parts:
-            part = parts.pop()
-            if _adds_scatter(part) and len(part.users) == 1 and not part.kwargs:
-                parts += part.args
-            elif _is_scatter(part) and len(part.users) == 1 and tokens.slope is None:
-                if gather is None or part.args[1:3] != (gather.args[1], gather.args[2]):
-                    return "its gradient is of other labels"
-                tokens.slope = part.args[3]
-            elif (one := read(part)) is None:
-                return f"{part.name}, its gradient, is of another loss"
-            else:
-                terms = plus(terms, times(one, {((P, own),): 1.0}) if BACKWARDS[last.target] == P else one)
-    for key, factor in terms.items():
-        rows, symbols = _divided(key)
-        kinds = dict(symbols)
-        if len(symbols) == 2 and LOG in kinds and kinds.get(P) is own:
-            contents = _CONTENTS[0, int(kinds[LOG] is not own)]
-        elif len(symbols) == 1 and P in kinds:
-            contents = () if kinds[P] is own else (BACKWARD,)
-        else:
-            return "its gradient is of another loss"
-        if not _fit(rows, tokens.shape):
-            return "its gradient is not one of rows"
-        for name in contents:
-            factors = tokens.slopes.setdefault(rows, {})
-            factors[name] = factors.get(name, 0.0) - factor
+def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Reading, columns: int) -> str | None:
+    """Find what leads from the gradients of what is read to those of the head; or why it cannot be rewritten."""
+    product, gather = tokens.head.product, tokens.gather
+    scatters = [user for user in gather.args[2].users if _is_scatter(user)] if gather else []
+    if not (lasts or scatters):
+        return None
+    tokens.last = _meeting((lasts or scatters)[0], read)
+    reached = read(tokens.last)
+    if reached is None or {*lasts} - {s[1] for key in reached for s in key if isinstance(s, tuple)}:
+        return "the gradients of its logits do not meet"
+    reason = _slopes(tokens, reached, Z, own, read, columns)
+    if reason:
+        return reason
     tokens.slopes = _without_zeros(tokens.slopes)
     node, scale = tokens.last, 1.0
     while (user := only_user(node)) is not None and user.target not in (aten.t.default, *PRODUCTS):
@@ -434,6 +492,55 @@ def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Readi
     return None
 
 
+def _meeting(node: fx.Node, read: Reading) -> fx.Node:
+    """The last sum of the gradient ``node`` and of others."""
+    top = node
+    while (user := only_user(node)) is not None:
+        if user.target is aten.add.Tensor and read(user) is not None:
+            top = user
+        elif not (user.target in RESHAPES and _keeps_width(user)):
+            break
+        node = user
+    return top
+
+
+def _slopes(tokens: TokenHead, terms: Terms, of: str, own: fx.Node, read: Reading, columns: int) -> str | None:
+    """Read ``terms``, the gradient of z or, with LOG, of log p; or why that is not possible."""
+    gather = tokens.gather
+    for key, factor in terms.items():
+        rows, symbols = _divided(key)
+        kinds = dict(symbols)
+        if not _fit(rows, tokens.shape):
+            return "its gradient is not one of rows"
+        if GRADIENT in kinds and _is_scatter(node := kinds[GRADIENT]) and len(symbols) == 1:
+            if gather is None or node.args[1:3] != (gather.args[1], gather.args[2]):
+                return "its gradient is of other labels"
+            for name, more in _of_label(of, factor).items():
+                _add(tokens.slopes, (*rows, node.args[3]), name, more)
+        elif GRADIENT in kinds:
+            inner = read(node.args[0]) if of == Z and len(symbols) == 1 and not rows and factor == 1 else None
+            if inner is None:
+                return f"{node.args[0].name}, its gradient, is of another loss"
+            inner = times(inner, {((P, own),): 1.0}) if BACKWARDS[node.target] == P else inner
+            if reason := _slopes(tokens, inner, LOG, own, read, columns):
+                return reason
+        elif not symbols:
+            _add(tokens.slopes, rows, MEAN, factor * columns)
+            if of == LOG:
+                _add(tokens.slopes, rows, SUM, -factor * columns)
+        elif symbols == [(P, own)]:
+            if of == Z:
+                _add(tokens.slopes, rows, SUM, factor)
+        elif of == LOG and len(symbols) == 1 and P in kinds:
+            _add(tokens.slopes, rows, BACKWARD, -factor)
+        elif of == LOG and len(symbols) == 2 and LOG in kinds and kinds.get(P) is own:
+            for name in _CONTENTS[0, int(kinds[LOG] is not own)]:
+                _add(tokens.slopes, rows, name, -factor)
+        else:
+            return "its gradient is of another loss"
+    return None
+
+
 def factor_of(node: fx.Node) -> float | None:
     """The number that ``node`` multiplies a tensor by."""
     if node.target not in (aten.mul.Tensor, aten.div.Tensor) or node.kwargs or isinstance(node.args[1], fx.Node):
@@ -450,7 +557,7 @@ def keeps_rows(node: fx.Node) -> bool:
     if not isinstance(before, torch.Tensor) or before.ndim == 0 or before.shape[-1:] != after.shape[-1:]:
         return False
     sliced = node.target is aten.slice.Tensor and (node.args[1:2] or (0,))[0] % before.ndim != before.ndim - 1
-    return node.target in RESHAPES or sliced
+    return node.target in (*RESHAPES, aten.clone.default) or sliced
 
 
 def pads_rows(node: fx.Node) -> bool:
@@ -478,7 +585,7 @@ class _Writer:
         self.labels = None
         if tokens.gather is not None:
             self.labels = self._rows(build, tokens.gather.args[2], [tokens.rows])
-        elif tokens.needs(OWN, OTHER):
+        elif tokens.needs(*STATS, OTHER):
             self.labels = self._full(build, _IGNORE, torch.int64)
         found: dict[str, list[list[fx.Node]]] = {}
         for part in self.bounds:
@@ -486,13 +593,18 @@ class _Writer:
             if len(self.bounds) == 1:
                 self.kept.append(logits)
             labels = self.labels and self._part(build, self.labels, part)
+            for top in tokens.tops[:1]:
+                found.setdefault(Z, []).append([build(top.target, logits[0], 1)])
             for name, (target, *args) in self._operators(logits, labels).items():
                 stats = build(target, *args)
-                found.setdefault(name, []).append([build(operator.getitem, stats, i) for i in range(3)])
+                made = range(len(stats.meta["val"]))
+                found.setdefault(name, []).append([build(operator.getitem, stats, i) for i in made])
         for name, parts in found.items():
             self.stats[name] = [self._cat(build, list(part)) for part in zip(*parts, strict=True)]
+        for top in tokens.tops:
+            self._put(build, self.stats[Z][0], top)
         if tokens.gather is not None:
-            self._put(build, self.stats[OWN][0], tokens.gather)
+            self._put(build, self._weighted(build, tokens.picked), tokens.gather)
         for total, rows in tokens.totals.items():
             self._put(*self._total(total, rows), total)
 
@@ -507,7 +619,7 @@ class _Writer:
         """The operators that are needed, each with its arguments."""
         tokens, scale = self.tokens, self.tokens.own.scale
         found: dict[str, tuple[Any, ...]] = {}
-        if tokens.gather is not None or tokens.needs(OWN):
+        if tokens.needs(*STATS):
             found[OWN] = ours.token_stats.default, logits[0], labels, scale, _IGNORE
         if tokens.needs(OTHER):
             found[OTHER] = ours.token_stats.default, logits[1], labels, scale, _IGNORE
@@ -517,25 +629,30 @@ class _Writer:
         return found
 
     def _value(self, name: str) -> fx.Node:
-        return self.stats[name][2 if name in (OWN, OTHER) else 0]
+        if name in STATS:
+            return self.stats[OWN][STATS.index(name)]
+        return self.stats[name][2 if name == OTHER else 0]
 
     def _total(self, total: fx.Node, rows: Rows) -> tuple[Builder, fx.Node]:
         """The value of ``total``, and what continues there."""
         build = Builder(total, before=total)
-        value = self._weighted(build, rows, {name: self._value(name) for name in self.stats})
-        if total.target is not aten.sum.dim_IntList:
+        value = self._weighted(build, rows)
+        if total.target in (aten.sum.default, aten.mean.default):
             value = build(aten.sum.default, value)
-        if total.target is aten.mean.default:
-            value = build(aten.div.Scalar, value, total.args[0].meta["val"].numel())
+        if total.target in (aten.mean.default, aten.mean.dim):
+            value = build(
+                aten.div.Scalar, value, math.prod(total.args[0].meta["val"].shape) // math.prod(value.meta["val"].shape)
+            )
         return build, value
 
-    def _weighted(self, build: Builder, rows: Rows, values: dict[str, fx.Node]) -> fx.Node:
-        """The sum of ``values`` with the factors that ``rows`` has, (rows,) fp32."""
+    def _weighted(self, build: Builder, rows: Rows, one: fx.Node | None = None) -> fx.Node:
+        """The sum of tokens' values, or of ``one`` in place of each, with the factors in ``rows``, (rows,) fp32."""
         found = None
         for nodes, factors in rows.items():
             part = None
             for name, factor in factors.items():
-                term = build(aten.mul.Scalar, values[name], factor) if factor != 1 else values[name]
+                term = self._value(name) if one is None else one
+                term = build(aten.mul.Scalar, term, factor) if factor != 1 else term
                 part = term if part is None else build(aten.add.Tensor, part, term)
             for node in nodes if part is not None else ():
                 part = build(aten.mul.Tensor, part, self._of_rows(build, node))
@@ -550,18 +667,14 @@ class _Writer:
         """The gradient of what ``name`` is, (rows,) fp32."""
         one = self._full(build, 1.0, torch.float32)
         rows = {nodes: {name: factors[name]} for nodes, factors in self.tokens.slopes.items() if name in factors}
-        return self._weighted(build, rows, {name: one})
+        return self._weighted(build, rows, one) if rows else build(aten.zeros_like.default, one)
 
     def backward(self) -> None:
         tokens, head, last = self.tokens, self.head, self.tokens.last
         build = _Eager(last, before=last)
-        slopes = {name: self._slope(build, name) for name in (OWN, FORWARD, BACKWARD) if any(
-            name in factors for factors in tokens.slopes.values())}  # fmt: skip
-        if tokens.slope is not None:
-            slope = build.cast(self._rows(build, tokens.slope, [tokens.rows]), torch.float32)
-            slopes = {OWN: build(aten.zeros_like.default, slope)} | slopes
-        elif OWN in slopes:
-            slope = build(aten.zeros_like.default, slopes[OWN])
+        wanted = {name for factors in tokens.slopes.values() for name in factors}
+        slopes = {OWN: [self._slope(build, name) for name in STATS]} if wanted.intersection(STATS) else {}
+        slopes |= {name: [self._slope(build, name)] for name in (FORWARD, BACKWARD) if name in wanted}
         weight = build(aten.t.default, head.weight) if head.dx else None
         dx, dw, db = [], None, []
         for part in self.bounds:
@@ -569,9 +682,9 @@ class _Writer:
             written = []
             for i, name in enumerate(slopes):
                 logits = both[0] if i == len(slopes) - 1 else build(aten.clone.default, both[0])
-                numbers = [self.labels, *self.stats[OWN][1:], slope] if name == OWN else (
+                numbers = [self.labels, *self.stats[OWN][1:3]] if name == OWN else (
                     [*self.stats[name][1:][:: 1 if name == FORWARD else -1], self.stats[name][0]])  # fmt: skip
-                numbers = [self._part(build, t, part) for t in (*numbers, slopes[name])]
+                numbers = [self._part(build, t, part) for t in (*numbers, *slopes[name])]
                 if name == OWN:
                     build(ours.token_gradient_.default, logits, *numbers, tokens.own.scale, _IGNORE)
                 else:
@@ -634,10 +747,10 @@ class _Writer:
             node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
         return build.view(node, shape)
 
-    @staticmethod
-    def _put(build: Callable[..., fx.Node], new: fx.Node, old: fx.Node) -> None:
+    def _put(self, build: Builder, new: fx.Node, old: fx.Node) -> None:
         value = old.meta["val"]
-        old.replace_all_uses_with(build.cast(build.view(new, value.shape), value.dtype))
+        new = build.view(build(aten.clone.default, new) if old in self.tokens.written else new, value.shape)
+        old.replace_all_uses_with(build.cast(new, value.dtype))
 
     def _along(self, build: Builder, node: fx.Node, views: list[fx.Node], width: int) -> fx.Node:
         """``node``, whose rows are those of logits, through the ``views`` that logits go through."""

@@ -22,13 +22,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def inputs(rows, V, dtype=torch.float32, *, seed=0):
-    """(logits, other logits, labels, slopes of log-probabilities and entropies)"""
+    """(logits, other logits, labels, slopes (4, rows) of log-probabilities, log sums, entropies and means)"""
     generator = torch.Generator().manual_seed(seed)
     logits, other = ((torch.randn(rows, V, generator=generator) * 3).to(dtype) for _ in range(2))
     labels = torch.randint(V, (rows,), generator=generator)
-    slope, entropy_slope = (torch.randn(rows, generator=generator) for _ in range(2))
-    labels[0], slope[-1], entropy_slope[-1] = IGNORE, 0.0, 0.0
-    return logits, other, labels, slope, entropy_slope
+    slopes = torch.randn(4, rows, generator=generator)
+    labels[0], slopes[:, -1] = IGNORE, 0.0
+    return logits, other, labels, slopes
 
 
 def picked(logs, labels):
@@ -45,13 +45,13 @@ def divergences(logs, others):
 
 def truth(case, scale):
     """What `tokens_child` computes, in float64 by torch's autograd."""
-    logits, other, labels, slope, entropy_slope = case
+    logits, other, labels, of_stats = case
     x, y = (t.double().requires_grad_() for t in (logits, other))
     logs, others = (x * scale).log_softmax(1), (y * scale).log_softmax(1)
-    stats = picked(logs, labels), (x * scale).logsumexp(1), entropies(logs)
+    stats = picked(logs, labels), (x * scale).logsumexp(1), entropies(logs), (x * scale).mean(1)
     kl = divergences(logs, others)
-    (of_label,) = torch.autograd.grad((stats[0] * slope + stats[2] * entropy_slope).sum(), x, retain_graph=True)
-    return stats, kl, (of_label, *torch.autograd.grad((kl * slope).sum(), (x, y)))
+    (of_x,) = torch.autograd.grad((torch.stack(stats) * of_stats).sum(), x, retain_graph=True)
+    return stats, kl, (of_x, *torch.autograd.grad((kl * of_stats[0]).sum(), (x, y)))
 
 
 def check(found, expected, dtype):
@@ -68,12 +68,12 @@ def check(found, expected, dtype):
 
 
 def by_operators(case, scale):
-    logits, other, labels, slope, entropy_slope = case
+    logits, other, labels, slopes = case
     stats, (kl, log_sum, other_sum) = token_stats(logits, labels, scale, IGNORE), token_kl_stats(logits, other, scale)
     written = logits.clone(), logits.clone(), other.clone()
-    token_gradient_(written[0], labels, *stats[1:], slope, entropy_slope, scale, IGNORE)
-    token_kl_gradient_(written[1], other, log_sum, other_sum, kl, slope, scale, True)
-    token_kl_gradient_(written[2], logits, other_sum, log_sum, kl, slope, scale, False)
+    token_gradient_(written[0], labels, *stats[1:3], *slopes, scale, IGNORE)
+    token_kl_gradient_(written[1], other, log_sum, other_sum, kl, slopes[0], scale, True)
+    token_kl_gradient_(written[2], logits, other_sum, log_sum, kl, slopes[0], scale, False)
     return stats, kl, written
 
 
@@ -88,12 +88,12 @@ def test_operators(rows, V, dtype, scale, seed):
 
 
 def test_opcheck():
-    logits, other, labels, slope, entropy_slope = inputs(4, 6)
+    logits, other, labels, slopes = inputs(4, 6)
     stats, (kl, *sums) = token_stats(logits, labels, 0.5, IGNORE), token_kl_stats(logits, other, 0.5)
     torch.library.opcheck(token_stats, (logits, labels, 0.5, IGNORE))
     torch.library.opcheck(token_kl_stats, (logits, other, 0.5))
-    torch.library.opcheck(token_gradient_, (logits, labels, *stats[1:], slope, entropy_slope, 0.5, IGNORE))
-    torch.library.opcheck(token_kl_gradient_, (logits, other, *sums, kl, slope, 0.5, True))
+    torch.library.opcheck(token_gradient_, (logits, labels, *stats[1:3], *slopes, 0.5, IGNORE))
+    torch.library.opcheck(token_kl_gradient_, (logits, other, *sums, kl, slopes[0], 0.5, True))
 
 
 def masked(V=40):
@@ -150,7 +150,8 @@ def test_no_configuration_spills(element):
     kernels = pytest.importorskip("stepgraph.kernels.loss.tokens_triton")
     logits, numbers = {"logits": f"*{element}", "scale": "fp32"}, {"stride": "i32", "V": "i32", "other_stride": "i32"}
     numbers |= {"labels": "*i64", "ignore": "i32", "other": f"*{element}"}
-    numbers |= {n: "*fp32" for n in ("log_prob", "log_sum", "other_log_sum", "entropy", "slope", "entropy_slope", "kl")}
+    numbers |= {n: "*fp32" for n in ("log_prob", "log_sum", "other_log_sum", "entropy", "mean", "slope", "kl")}
+    numbers |= {f"{n}_slope": "*fp32" for n in ("sum", "entropy", "mean")}
     for V in (151936,) if element == "bf16" else (100, 151936):
         for kernel, config, constants in (
             (kernels._stats_kernel, kernels.configuration(V), {}),
