@@ -62,7 +62,7 @@ _MODULES = {
     "plan": "stepgraph.inspect.forecast.command",
     "inspect": "stepgraph.inspect.account.command",
     "sample": "stepgraph.train.sample",
-    "export": "stepgraph.train.export",
+    "export": "stepgraph.train.saving",
 }
 
 #: The exit status of a program that the signal of a broken pipe ends.
@@ -248,13 +248,12 @@ def _helped(command: str, words: list[str]) -> bool:
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
-    """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for: a preset, or a run to resume,
-    with overrides.
+    """The configuration that ``stepgraph train ARGUMENTS`` (or ``compile``) asks for, of a preset or a run, overridden.
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value.
     """
     from stepgraph.config.idle import refuse_idle, refuse_unused
-    from stepgraph.models.hf_files import downloaded
+    from stepgraph.models.hf_decoder import downloaded
 
     named = bool(arguments) and not arguments[0].startswith("-")
     preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT, arguments)

@@ -44,8 +44,7 @@ def described(kind: type, known: Collection[str]) -> str:
 
 
 def run_of(config: TrainConfig, words: list[str], **changed: Any) -> TrainConfig:
-    """The run whose step is measured: ``config``, which ``words`` set, ``changed``. Raises ValueError, in one line, for
-    an option that cannot be right."""
+    """The run whose step is measured: ``config``, which ``words`` set, ``changed``. ValueError: an option is wrong."""
     refuse_idle(config, words)
     config = dataclasses.replace(config, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, **changed)
     config.validate()

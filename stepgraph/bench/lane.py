@@ -1,7 +1,6 @@
 """A provider in its own process: the parent's side, `Lane`, and the child's, `take_job` and `requests`.
 
-The first line of the child's stdin is its job; each further line is a request. Every answer is one line of JSON on what
-was its stdout.
+The first line of the child's stdin is its job; each further line is a request. Answers are lines of JSON on its stdout.
 """
 
 import contextlib

@@ -99,8 +99,7 @@ def in_markdown(
     notes: Sequence[str],
     last: str | None = None,
 ) -> str:
-    """Everything about one model: heading, device, a table with a row a provider, notes and the last line. ``columns``:
-    what a row shows under each name."""
+    """One model: heading, device, a table with a row a provider, notes and the last line. ``columns``: name -> text."""
     cells = [[show(row) for show in columns.values()] for row in rows]
     lines = [f"### {title(model, settings)}", "", where(env, settings), "", *align([*columns], cells), ""]
     return "\n".join(lines + [f"- {note}" for note in notes] + ([] if last is None else ["", last])) + "\n"

@@ -299,8 +299,7 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
 
 def refuse_batch_in_buffers(held: Sequence[tuple], of_batch: Sequence[torch.Tensor], exact: bool) -> None:
     """Raise, or without ``exact`` warn, if forward has put memory of the batch itself into a buffer: what the caller
-    writes there later, as where one tensor is filled for each step, is the buffer's in eager. ``held``: (slot, its
-    stand-in, what is held)."""
+    writes there later is the buffer's in eager. ``held``: (slot, its stand-in, what is held)."""
     memory = set(storages(of_batch)) - {0}
     for slot, old, new in held:
         if new is not old and isinstance(new, torch.Tensor) and storages([new])[0] in memory:
@@ -358,10 +357,8 @@ def refusing_facts(
             what, fix = f"asks for .{name}() of the batch", "give a clone(), or pass what it is to decide in the batch"
         else:
             return
-        raise CaptureError(
-            f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(2))}) {what}, which "
-            f"a captured step does not follow; {fix}"
-        )
+        place = recorder.where(sys._getframe(2))
+        raise CaptureError(f"{place} {what}, which a captured step does not follow; {fix}")
 
     return compat.facts_of_fake_tensors(ask, counts, is_under_torch)
 
@@ -372,9 +369,8 @@ def refusing_settings(recorder: Recorder) -> contextlib.AbstractContextManager[N
 
     def refuse(name: str) -> None:
         raise CaptureError(
-            f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(2))}) changes "
-            f"torch's setting of {name}, and the operators of a captured step run with the setting of its call; set it "
-            "before, and give dtypes to the functions that make tensors"
+            f"{recorder.where(sys._getframe(2))} changes torch's setting of {name}, and the operators of a captured "
+            "step run with the setting of its call; set it before, and give dtypes to the functions that make tensors"
         )
 
     return compat.kept_settings(refuse)
@@ -426,10 +422,9 @@ def refusing_conversions(recorder: Recorder) -> contextlib.AbstractContextManage
         for tensor in tensors:
             if (new := convert(tensor)) is not tensor:
                 raise CaptureError(
-                    f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(sys._getframe(2))}) turns "
-                    f"a {tensor.dtype} tensor of {type(module).__name__} on {tensor.device} into {new.dtype} on "
-                    f"{new.device} in forward, and a captured step cannot change the form of its state; convert it "
-                    "before, or run the model once before the capture"
+                    f"{recorder.where(sys._getframe(2))} turns a {tensor.dtype} tensor of {type(module).__name__} on "
+                    f"{tensor.device} into {new.dtype} on {new.device} in forward, and a captured step cannot change "
+                    "the form of its state; convert it before, or run the model once before the capture"
                 )
         return module
 
@@ -479,10 +474,9 @@ def refuse_layouts(step: StepGraph) -> None:
     for node in step.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            where = provenance(node)
             raise CaptureError(
-                f"{where.path or 'the model'} ({where.source}) makes a {value.layout} tensor, and a graph takes dense "
-                "ones: use to_dense(), or index_add and scatter for the values of a sparse one"
+                f"{provenance(node).place} makes a {value.layout} tensor, and a graph takes dense ones: use "
+                "to_dense(), or index_add and scatter for the values of a sparse one"
             )
 
 
@@ -546,9 +540,9 @@ def refuse_fake_constants(step: StepGraph) -> None:
             *(t for m in inside for t in (*m._parameters.values(), *m._buffers.values())),
         ]
         if any(map(compat.is_fake, held)):
-            where = provenance(next(iter(node.users)))
+            place = provenance(next(iter(node.users))).place
             raise CaptureError(
-                f"{where.path or 'the model'} ({where.source}) reads a tensor of the step that the trace did not see: "
-                "one that another thread computes, whose modules must be called one after the other, or one that "
-                "FlexAttention's score_mod or mask_mod takes from outside; pass that as an argument"
+                f"{place} reads a tensor of the step that the trace did not see: one that another thread computes, "
+                "whose modules must be called one after the other, or one that FlexAttention's score_mod or mask_mod "
+                "takes from outside; pass that as an argument"
             )

@@ -2,10 +2,9 @@
 
 Torch has other formulas for the tensors of a trace. In eager the gradient of a product divides by each factor if none
 is zero, and that of a value that fills a mask, or that is written where a mask is true, is the sum of what the mask
-selects. For a trace torch takes formulas that look at nothing and round otherwise. Here both are nodes, and the values
-choose when the step runs. The gradient of ``masked_scatter``'s source is moved by an index, which needs no host.
-Singular values and eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole
-decomposition.
+selects. For a trace torch takes formulas that look at nothing and round otherwise. Here both are nodes, and values
+choose. The gradient of ``masked_scatter``'s source is moved by an index, which needs no host. Singular values and
+eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole decomposition.
 
 Checks that eager makes on the host before it computes raise when the step runs. For the tensors of a trace torch leaves
 these out: that classes of ``one_hot`` are below their number, and that ``q`` of ``quantile`` is in [0, 1]. Those of
@@ -104,8 +103,7 @@ class EagerFormulas(TorchFunctionMode):
     the checks of `stepgraph.capture.formulas`.
 
     ``is_known``: whether a mask's values are known, and with them how many elements it selects. ``is_literal``: whether
-    they follow from literals. ``look``: called before each function. ``instead``: what gives the result of a function,
-    or None where that itself does.
+    they follow from literals. ``look``: called before each function. ``instead``: what gives its result, or None.
     """
 
     instead: ClassVar[Mapping[Any, Callable[..., Tensor | None]]] = {}

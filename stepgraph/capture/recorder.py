@@ -10,8 +10,7 @@ Calls of ``torch.utils.checkpoint`` that a captured step runs twice, as eager do
 
 Eager runs a checkpointed function again in backward, on what its tensors hold then. Where that is what they held in
 forward, and nothing is written, the second run changes no bit: the graph has one run, and a pass may recompute its
-results. Any other call, such as one with a BatchNorm, a counter or a moving average inside, is traced twice, with the
-random numbers of its first run.
+results. Any other call, such as one with a BatchNorm or a counter, is traced twice, with the same random numbers.
 """
 
 import contextlib
@@ -31,8 +30,8 @@ from torch import fx, nn
 from stepgraph import compat
 from stepgraph.capture import autocast
 from stepgraph.capture.formulas import BY_GRADIENTS, EagerFormulas
-from stepgraph.capture.lineage import Owners, made_from
 from stepgraph.capture.python.values import is_pythons
+from stepgraph.capture.roles import Owners, made_from
 from stepgraph.capture.state import OutsideError, TrainsError, named_modules, unwrap
 from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases, written_arguments
@@ -193,7 +192,7 @@ class Recorder:
         self.stack: list[str] = []
         self._regions: list[str] = []  # open ones
         self.checkpoints = 0
-        self._repeats = Repeats(repeated, self._where)
+        self._repeats = Repeats(repeated, self.where)
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
         self._apart: list[tuple[int, int]] = []  # of re-entrant checkpoints, inner ones first: the numbers of autograd
@@ -260,8 +259,9 @@ class Recorder:
         inherited = where.region.split("/") if where.region else []
         return where._replace(region="/".join([*inherited, *(n for n in self._regions if n not in inherited)]))
 
-    def _where(self) -> str:
-        return f"{(self.stack and self.stack[-1]) or 'the model'} ({user_frame(sys._getframe(1))})"
+    def where(self, frame: FrameType | None = None) -> str:
+        """The module that runs and the user's line that led to ``frame``, by default the caller's, for messages."""
+        return Provenance((self.stack and self.stack[-1]) or "", "", user_frame(frame or sys._getframe(1))).place
 
     @contextlib.contextmanager
     def watch_modules(self) -> Iterator[None]:
@@ -309,7 +309,7 @@ class Recorder:
             if compat.flushes_denormal() != flushes:
                 torch.set_flush_denormal(flushes)
                 raise CaptureError(
-                    f"{self._where()} changes torch's setting of flush denormal, and the operators of a captured step "
+                    f"{self.where()} changes torch's setting of flush denormal, and the operators of a captured step "
                     "run with the setting of its call; set it before"
                 )
 
@@ -318,7 +318,7 @@ class Recorder:
     def _refuse_unclosed(self, name: str) -> None:
         """Casts of weights that no ``torch.autocast`` ends stay in eager's cache."""
         raise CaptureError(
-            f"{self._where()} switches autocast on by {name}, where eager keeps casts of the weights, also for later "
+            f"{self.where()} switches autocast on by {name}, where eager keeps casts of the weights, also for later "
             "steps; use with torch.autocast(...)"
         )
 
@@ -435,7 +435,7 @@ def _made_in_trace(leaf: torch.Tensor) -> bool:
 
 
 def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance | None) -> None:
-    where = f"{user.path or 'the model'} ({user.source})" if user else "the loss"
+    where = user.place if user else "the loss"
     if frozen:
         raise TrainsError(
             f"forward makes {frozen}, used in {where}, require a gradient, which it did not before; "
@@ -482,31 +482,28 @@ def _refuse_written(node: fx.Node, constants: nn.Module) -> None:
             )
         if written.op == "get_attr":
             raise OutsideError(
-                f"{where.path or 'the model'} ({where.source}) writes into a tensor that is neither its parameter nor "
-                "its buffer; register it as a buffer of a module that is part of the model, or that the loss reaches",
+                f"{where.place} writes into a tensor that is neither its parameter nor its buffer; register it as a "
+                "buffer of a module that is part of the model, or that the loss reaches",
                 getattr(constants, written.target),
             )
         if where.phase != "optimizer" and written.op == "placeholder" and written.meta["val"].numel() == 0:
             raise CaptureError(
-                f"{where.path or 'the model'} ({where.source}) runs {node.target} on an empty buffer, which its first "
-                "call may fill; call the model once before the capture"
+                f"{where.place} runs {node.target} on an empty buffer, which its first call may fill; call the model "
+                "once before the capture"
             )
 
 
 def _refuse_by_gradients(node: fx.Node) -> None:
     """Eager's first run of a re-entrant checkpoint needs no gradient, and computes values by another algorithm."""
-    where = provenance(node)
     raise CaptureError(
-        f"{where.path or 'the model'} ({where.source}) runs {node.target} under re-entrant torch.utils.checkpoint, "
-        "whose two runs differ in eager; use use_reentrant=False"
+        f"{provenance(node).place} runs {node.target} under re-entrant torch.utils.checkpoint, whose two runs differ "
+        "in eager; use use_reentrant=False"
     )
 
 
 def _refuse_drawing_anew(node: fx.Node) -> None:
     """Backward of a checkpoint with ``preserve_rng_state=False`` is that of other random numbers than forward's."""
-    where = provenance(node)
     raise CaptureError(
-        f"{where.path or 'the model'} ({where.source}) draws random numbers under torch.utils.checkpoint with "
-        "preserve_rng_state=False, so that backward draws others than forward; a captured step has one set, use "
-        "preserve_rng_state=True"
+        f"{provenance(node).place} draws random numbers under torch.utils.checkpoint with preserve_rng_state=False, so "
+        "that backward draws others than forward; a captured step has one set, use preserve_rng_state=True"
     )

@@ -26,8 +26,7 @@ from stepgraph.capture.made_once import Made, made_once
 from stepgraph.capture.optimizer import Update
 from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
-from stepgraph.capture.python.assigned import write_assigned
-from stepgraph.capture.python.end_of_step import traced_end_of_step
+from stepgraph.capture.python.end_of_step import traced_end_of_step, write_assigned
 from stepgraph.capture.python.host_draws import Draws, DrawsFound, Hosted, Recording
 from stepgraph.capture.python.metrics import collected
 from stepgraph.capture.python.reads import Change, Reads
@@ -210,8 +209,7 @@ class StepTrace:
     def _update_graph(self, micro: StepGraph, reached: Sequence[int]) -> StepGraph:
         """Clipping and the optimizer's update from accumulated gradients; without an optimizer, the gradients.
 
-        ``micro``: the graph of a microbatch, which may write to the model and give ratios. ``reached``: the slots that
-        have gradients.
+        ``micro``: the graph of a microbatch, which may write to the model. ``reached``: the slots with gradients.
         """
         share = self.share
         stages = share and share.all_stages(self.slots, reached)

@@ -1,4 +1,5 @@
-"""Training step -> `StepGraph`, by as many traces as it takes."""
+"""Training step -> `StepGraph`, by as many traces as it takes; and the graph of forward and loss alone, which
+validation runs and which shows which block reads which parameter."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph import compat
 from stepgraph.capture import checks
 from stepgraph.capture import guard as conditions
 from stepgraph.capture.batch import flatten_batch
@@ -16,6 +18,9 @@ from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.fake import OpenSizes
 from stepgraph.capture.gradients import Share
 from stepgraph.capture.guard import Guard
+from stepgraph.capture.inputs import Inputs
+from stepgraph.capture.known import KnownValues
+from stepgraph.capture.launches import recorded_launches
 from stepgraph.capture.made_once import is_first_call, left_made, put, refuse_made
 from stepgraph.capture.optimizer.host import Host
 from stepgraph.capture.optimizer.own_step import Again
@@ -23,15 +28,16 @@ from stepgraph.capture.optimizer.update import Optimizers
 from stepgraph.capture.python import writes
 from stepgraph.capture.python.host_draws import Draws, DrawsFound
 from stepgraph.capture.python.replay import FILLS, Replay, ReplayError
-from stepgraph.capture.python.torch_random import checked_generators
+from stepgraph.capture.python.torch_random import checked_generators, refusing_seeds
 from stepgraph.capture.python.values import fake_inside
 from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import RunAgain
-from stepgraph.capture.state import OutsideError, Slot, TrainsError, Wrapping
+from stepgraph.capture.state import OutsideError, Slot, TrainsError, Wrapping, swapped
 from stepgraph.capture.step_trace import LossFn, StepTrace
 from stepgraph.errors import CaptureError, TraceError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
+from stepgraph.graph.values import Loss, Output, Ratio
 
 
 @dataclass
@@ -193,3 +199,49 @@ def _traced(attempt: Callable[..., StepTrace]) -> Traced:
     replay = trace.replay if trace.replay and (trace.replay.wanted or moving) else None
     hosts = trace.update.hosts if trace.update else []
     return Traced(*found, generators, trace.batch_reads, hosts, trace.draws, replay, changes, trace.reached)
+
+
+def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
+    """``loss_fn(model, batch)`` without gradients as a program of one graph, with a ratio per condition.
+
+    The model may be on the meta device. Nothing is computed, and the model is unchanged afterwards. Raises
+    `CaptureError` for what cannot be captured.
+    """
+    checks.check_modules(model)
+    checks.check_signature(loss_fn, model, batch)
+    checks.check_batch(flatten_batch(batch)[0])
+    trace = _Forward(model, loss_fn, batch, None, None, 1, Guard(skip_nonfinite=False))
+    program = StepProgram.plain(trace.graph())
+    return Traced(program, [], trace.slots, trace.reads, trace.conditions.grow)
+
+
+class _Forward(StepTrace):
+    def graph(self) -> StepGraph:
+        inputs = Inputs(self.mode, self.home)
+        entries = inputs.add_slots(self.slots)
+        batch = self._batch_inputs(inputs)
+        outputs: list[Output] = [Loss()]
+
+        def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
+            with (
+                self.recorder.watch_graph(compat.graph_of_trace()),
+                swapped(self.model, self.slots, self._tensors(flat, entries)),
+                self.recorder.watch_modules(),
+                torch.no_grad(),
+                KnownValues() as known,
+                recorded_launches(known.note_writes),
+                compat.transformers_sees_values(known.knows),
+                compat.checks_of_known_values(known.knows),
+                refusing_seeds(self.recorder),
+                conditions.collected() as self.conditions,
+            ):
+                loss = checks.without_host_random(
+                    self.recorder, lambda: self.loss_fn(self.model, self._batch(flat, batch))
+                )
+                if not isinstance(loss, torch.Tensor) or loss.ndim:
+                    checks.check_loss(loss)
+            ratios = self.conditions.each()
+            outputs.extend(Ratio(name) for name, _ in ratios)
+            return [loss, *(ratio for _, ratio in ratios)]
+
+        return self._graph(traced, inputs, outputs)

@@ -26,9 +26,8 @@ def package_versions() -> dict[str, str | None]:
 
 
 def environment() -> dict[str, Any]:
-    """The environment of this process, ready for JSON. ``cpu_count``: the logical CPUs this process may use;
-    ``git``: ``commit`` and ``dirty`` (true: files differ from it) of the checkout that stepgraph runs from, None when
-    it is installed as a package."""
+    """The environment of this process, ready for JSON. ``cpu_count``: logical CPUs it may use; ``git``: ``commit`` and
+    ``dirty`` (true: files differ from it) of the checkout that stepgraph runs from, or None."""
     import torch  # not above: `stepgraph --version` does not wait for it
 
     cuda = torch.cuda.is_available()

@@ -19,7 +19,7 @@ from torch import nn
 
 from stepgraph.errors import require_file
 from stepgraph.models import FAMILIES, HuggingFace, Piece
-from stepgraph.models.hf_files import CONFIG, read_json, write_json
+from stepgraph.models.hf_decoder import CONFIG, read_json, write_json
 from stepgraph.models.init import Part, whole_part
 from stepgraph.models.transformers import CausalLM
 from stepgraph.options import differences

@@ -254,16 +254,6 @@ def swapped(node: fx.Node) -> fx.Node | None:
     return node.args[0] if {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1} else None
 
 
-def columns_of(node: fx.Node, width: int) -> tuple[int, int] | None:
-    """The first of the columns that a slice of ``width`` columns takes, or ``slice_backward`` fills, and the one after
-    the last; None for other dimensions and steps."""
-    rank = (node.meta["val"] if node.target is aten.slice_backward.default else node.args[0].meta["val"]).ndim
-    dim, start, end, step = (argument(node, name) for name in ("dim", "start", "end", "step"))
-    if dim % rank != rank - 1 or step != 1 or not all(isinstance(at, int | None) for at in (start, end)):
-        return None
-    return slice(start, end).indices(width)[:2]
-
-
 def is_zeros(node: fx.Node) -> bool:
     """Whether the node makes a tensor of zeros."""
     if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):

@@ -51,6 +51,11 @@ class Provenance(NamedTuple):
     role: Role | None = None
     region: str = ""
 
+    @property
+    def place(self) -> str:
+        """The module and the line, for messages."""
+        return f"{self.path or 'the model'} ({self.source})"
+
 
 def provenance(node: fx.Node) -> Provenance | None:
     """The provenance of ``node``, or None for a node that no pass and no trace attributed."""

@@ -249,10 +249,9 @@ class Cut:
                 for place in aliases.writes.get(aliases.root(value), ()):
                     writer = nodes[place]
                     if self.stage.get(writer) != self.stage[value]:
-                        where = provenance(writer)
                         raise CaptureError(
-                            f"{where.path or 'the model'} ({where.source}) writes into a tensor that another stage of "
-                            "the pipeline has made; write the operation without the trailing underscore"
+                            f"{provenance(writer).place} writes into a tensor that another stage of the pipeline has "
+                            "made; write the operation without the trailing underscore"
                         )
 
     def message(self, stage: int, forward: bool) -> list[fx.Node]:

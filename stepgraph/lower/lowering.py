@@ -8,7 +8,7 @@ from stepgraph import compat
 from stepgraph.capture import Traced, trace_step
 from stepgraph.capture.batch import shorter
 from stepgraph.capture.fake import OpenSizes
-from stepgraph.capture.forward import trace_forward
+from stepgraph.capture.trace import trace_forward
 from stepgraph.errors import first_line, warn_caller
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph

@@ -41,8 +41,7 @@ class LayerCache:
         self._all: list[torch.Tensor] = []
 
     def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds the keys and values of the next tokens, (B, H_k, T, d_k) and (B, H_v, T, d_v), and returns all, of
-        ``length`` tokens.
+        """Adds the keys and values of the next tokens, (B, H_k, T, d_k) and (B, H_v, T, d_v), and returns all.
 
         Raises ``ValueError`` beyond ``limit``, and for several tokens at once after others, which would need a mask.
         """

@@ -4,8 +4,7 @@
 ``i - positions[i]`` to ``i``. So they alone are enough, for masks and for rotations.
 
 And what a model asks of ranks that share sequences: a decoder has the attribute ``context`` and so has each of its
-attentions; `stepgraph.parallel.parallelize` sets both. Each rank then works on its own part of the tokens, and its
-attention sees all of them.
+attentions; `stepgraph.parallel.parallelize` sets both. Each rank then works on its own tokens; attention sees all.
 """
 
 from collections.abc import Callable

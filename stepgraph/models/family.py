@@ -1,6 +1,6 @@
 """A family of models as one record: everything that the other packages must know of it.
 
-A new family is a folder here with its record, its place in `families.FAMILIES`, and its presets.
+A new family is a module here with its record, its place in `stepgraph.models.FAMILIES`, and its presets.
 """
 
 import dataclasses
@@ -132,8 +132,7 @@ _NEAR = 10_000
 
 
 def check_positive(config: object, *names: str) -> None:
-    """Raise ``ValueError`` unless every named field of ``config`` is a number above zero, and a whole one where it is
-    declared as such."""
+    """Raise ``ValueError`` unless every named field of ``config`` is a number above zero, whole where declared so."""
     whole = {field.name for field in dataclasses.fields(config) if field.type in (int, "int")}
     for name in names:
         value = getattr(config, name)

@@ -1,5 +1,7 @@
-"""The decoders here in Hugging Face's format: names of tensors, and ``config.json`` in both directions."""
+"""Hugging Face's format: the JSON files of a checkpoint, checkpoints of the Hub, and for the decoders here the names of
+tensors and ``config.json`` in both directions."""
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,9 +9,46 @@ from typing import Any
 
 import torch
 
+from stepgraph import errors
+from stepgraph.errors import require_file
 from stepgraph.models.family import HuggingFace
-from stepgraph.models.hf_files import CONFIG, read_json
 from stepgraph.models.rope import YarnScaling
+
+CONFIG = "config.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; ``ValueError`` where the file is missing or holds none."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
+    require_file(path)
+    try:
+        value = errors.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
+    return value
+
+
+def downloaded(name: str) -> str:
+    """``name``, a folder; or where the model of that name on the Hub is downloaded to, if it is none."""
+    if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+    except Exception as error:  # of the network, of the Hub, of a missing package
+        raise ValueError(
+            f"init_from_hf={name} is not a folder, and the Hub does not give it ({errors.first_line(error)})"
+        ) from error
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a file by one that holds ``value``."""
+    errors.write_text(path, json.dumps(value, indent=2) + "\n")
+
 
 # Ours -> Hugging Face's, part by part of a path.
 _OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}

@@ -17,7 +17,7 @@ from torch import nn
 
 from stepgraph.errors import first_line
 from stepgraph.models.family import Family, HuggingFace, Piece, num_params, whole_piece
-from stepgraph.models.hf_files import CONFIG, read_json, write_json
+from stepgraph.models.hf_decoder import CONFIG, read_json, write_json
 
 ADAPTER = "adapter"  # in the export of a run with LoRA
 

@@ -63,11 +63,11 @@ class Checked(compat.TorchDispatchMode):
         made = func(*args, **given[1])
         for real, fake in zip(compat.pytree.tree_leaves(made), said, strict=False):
             if isinstance(real, torch.Tensor) and isinstance(fake, torch.Tensor) and _form(real) != _form(fake):
-                where = provenance(self.operators[func])
+                place = provenance(self.operators[func]).place
                 raise CaptureError(
-                    f"{where.path or 'the model'} ({where.source}) calls {func}, which gives {_form(real)}, and its "
-                    f"fake implementation says {_form(fake)}, which the step was captured with: correct its "
-                    "register_fake, and try it by torch.library.opcheck"
+                    f"{place} calls {func}, which gives {_form(real)}, and its fake implementation says "
+                    f"{_form(fake)}, which the step was captured with: correct its register_fake, and try it by "
+                    "torch.library.opcheck"
                 )
         return made
 

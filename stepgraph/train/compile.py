@@ -17,7 +17,7 @@ from stepgraph.costs.hardware import GPUS_PER_NODE
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.saved.store import Outcome
 from stepgraph.train.data import open_parts
-from stepgraph.train.data.formats import STREAMED, WHOLE
+from stepgraph.train.data.several import STREAMED, WHOLE
 from stepgraph.train.start import with_document_mask
 
 _print = partial(print, flush=True)

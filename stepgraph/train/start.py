@@ -31,8 +31,8 @@ from stepgraph.train.data import (
     require_one_kind,
     validation_batches,
 )
-from stepgraph.train.export import check_export
 from stepgraph.train.records.folder import REWOUND, died_early, require_unused, status_of
+from stepgraph.train.saving import check_export
 from stepgraph.train.validation import ValidationSet
 
 #: Where an elastic agent's store has the run folder.

@@ -42,7 +42,6 @@ from stepgraph.run.watch.lost_ranks import is_lost_rank, lost_rank, report, wait
 from stepgraph.run.watch.signals import StopSignals
 from stepgraph.run.watch.watch import Watch
 from stepgraph.train import start
-from stepgraph.train.export import CLAIM, export_saved
 from stepgraph.train.faults import (
     OUTPUT,
     Finite,
@@ -55,7 +54,7 @@ from stepgraph.train.faults import (
 from stepgraph.train.records.folder import RunFolder, SilentFolder, Summary, Wandb, package
 from stepgraph.train.records.progress import Progress, format_seconds
 from stepgraph.train.sample import Samples
-from stepgraph.train.saving import Saving
+from stepgraph.train.saving import CLAIM, Saving, export_saved
 from stepgraph.train.start import lr_at
 from stepgraph.train.traces.page import Bubble, RunPage
 from stepgraph.train.traces.profile import FILE as TRACE

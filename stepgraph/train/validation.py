@@ -87,8 +87,7 @@ class PipelinedLoss:
     """``loss = pipelined(batch)`` of a model whose stages are on several ranks, all of which call it.
 
     The model is captured as it is now (``eval()`` or not); its parameters are read where they lie. Batches have the
-    form of ``batch``. Where experts of any rank need larger buffers, all ranks capture it again with these. Raises as
-    `stepgraph.capture` does.
+    form of ``batch``. Where a rank's experts need larger buffers, all capture it again. Raises as `stepgraph.capture`.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Any):

@@ -178,8 +178,7 @@ def _described(node: fx.Node) -> str:
 def verify(case: Case, locate: bool) -> VerifyReport:
     """Compare the step of ``case`` with eager; everything that they change is as before afterwards.
 
-    ``locate``: if they differ, also look for the first node, or the pass, that differs: captures the step again, up
-    to once for each pass.
+    ``locate``: if they differ, look for the first node or pass that differs: captures again, up to once for each pass.
     """
     snapshot = Snapshot(case.state)
     try:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import stepgraph
-import stepgraph.kernels.comm.async_matmul
 from stepgraph.capture import phase_of
 from stepgraph.graph import collectives
+from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.parallel import next_token_loss
 from stepgraph.passes import configured
 from stepgraph.passes.contract import get
@@ -20,8 +20,6 @@ JOIN = get("async_tensor_parallel", unprofitable=True)
 BEFORE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "inplace_update", "bucket_collectives"]
 STEPS, LAYERS = 2, 2
 
-ours = torch.ops.stepgraph
-
 
 def _check_operators(batch):
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
@@ -29,13 +27,13 @@ def _check_operators(batch):
     x = torch.randn(batch, ranks * 3, 5, dtype=torch.float64)
     weights = [torch.randn(5, n, dtype=torch.float64) for n in (4, 6)]
     for keep in (True, False):
-        *gathered, one, two = ours.all_gather_matmul(x.chunk(ranks, 1)[rank], weights, keep, ranks, group.group_name)
+        *gathered, one, two = all_gather_matmul(x.chunk(ranks, 1)[rank], weights, keep, group)
         assert len(gathered) == keep and all(torch.equal(g, x) for g in gathered)
         torch.testing.assert_close(one, (x @ weights[0]).flatten(0, 1))
         torch.testing.assert_close(two, (x @ weights[1]).flatten(0, 1))
     lefts = torch.randn(2, ranks, batch * ranks * 3, 5, dtype=torch.float64)
     rights = torch.randn(2, ranks, 5, 7, dtype=torch.float64)
-    part = ours.matmul_reduce_scatter(list(lefts[:, rank]), list(rights[:, rank]), batch, ranks, group.group_name)
+    part = matmul_reduce_scatter(list(lefts[:, rank]), list(rights[:, rank]), batch, group)
     expected = (lefts @ rights).sum((0, 1)).view(batch, ranks * 3, 7)
     torch.testing.assert_close(part, expected.chunk(ranks, 1)[rank])
 

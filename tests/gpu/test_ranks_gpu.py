@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
-import stepgraph.kernels.comm.async_matmul
 from stepgraph import compat
 from stepgraph.capture import gradients
 from stepgraph.graph.provenance import provenance
 from stepgraph.kernels.comm import exchange
+from stepgraph.kernels.comm.async_matmul import all_gather_matmul, matmul_reduce_scatter
 from stepgraph.models import Llama3, Llama3Config
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import MeshSpec, leave, local_parts, next_token_loss, parallelize, started, world
@@ -198,7 +198,7 @@ def check_turns(mesh):
     """Pipelines take turns between two places, without a word where one is free again: one rank is late, a graph holds
     an odd number of them, and another graph larger ones."""
     group = mesh.axis("tp").get_group()
-    ranks, where, ours = group.size(), (group.size(), group.group_name), torch.ops.stepgraph
+    ranks = group.size()
     torch.manual_seed(group.rank())
     stream = torch.cuda.Stream()
     recorded = []
@@ -208,10 +208,10 @@ def check_turns(mesh):
         def run(shard=shard, weight=weight, count=count):
             found = []
             for i in range(count):
-                gathered, product = ours.all_gather_matmul(shard + i, [weight], True, *where)
-                found += [gathered, product, ours.matmul_reduce_scatter([product], [weight], 1, *where)]
+                gathered, product = all_gather_matmul(shard + i, [weight], True, group)
+                found += [gathered, product, matmul_reduce_scatter([product], [weight], 1, group)]
             if count % 2:  # an odd number of exchanges
-                found += ours.all_gather_matmul(shard, [weight], True, *where)
+                found += all_gather_matmul(shard, [weight], True, group)
             return found
 
         exchange.current().fence({group.group_name})

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from stepgraph import cli
-from stepgraph.inspect.ranks import RankGraph, graphs_of_ranks, places, report
+from stepgraph.inspect.account.command import RankGraph, graphs_of_ranks, places, report
 from stepgraph.parallel import MeshSpec
 from tests.distributed.ranks import preload
 from tests.inspect.account.accounts import config

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from stepgraph.models import DeepSeekV3Config, MoEConfig, Qwen3MoEConfig, YarnScaling, family_of
-from stepgraph.models.hf_files import write_json
+from stepgraph.models.hf_decoder import write_json
 
 SIGMOID = MoEConfig(
     n_experts=8,

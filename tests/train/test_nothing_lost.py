@@ -246,9 +246,9 @@ def test_a_capture_that_fails_when_it_is_done_again_is_the_error_that_is_reporte
 
 @pytest.mark.parametrize("moment", ["before", "half", "after"])
 def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp_path, monkeypatch, capsys):
-    from stepgraph.train import export
+    from stepgraph.train import saving
 
-    folder, hf, save_hf = tmp_path / "run", tmp_path / "hf", export.save_hf
+    folder, hf, save_hf = tmp_path / "run", tmp_path / "hf", saving.save_hf
 
     def killed(model, where, **options):
         if moment == "after":
@@ -258,10 +258,10 @@ def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "save_hf", killed)
+        patch.setattr(saving, "save_hf", killed)
         assert trainer.here(*ONE_LAYER, "--steps", 4, "--export-hf", hf, "--out", folder) == 130
     (folder / "summary.json").unlink()
-    assert (hf / export.CLAIM).exists()
+    assert (hf / saving.CLAIM).exists()
     assert trainer.here(*ONE_LAYER, "--steps", 4, "--export-hf", hf, "--out", tmp_path / "other") == 2
     assert trainer.resume(folder) == 0 and trainer.summary(folder)["status"] == "finished"
     assert not list(hf.glob(".*")) and not list(hf.glob("*.part")) and json.loads((hf / "config.json").read_text())

@@ -16,8 +16,8 @@ import torch
 from stepgraph.config import build, hf_weights
 from stepgraph.config.train import TrainConfig
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
-from stepgraph.train.export import export_saved
 from stepgraph.train.records.folder import RunFolder
+from stepgraph.train.saving import export_saved
 from stepgraph.train.trainer import Run
 
 OPTIONS = ["--model.n-layers", 1, "--steps", 24, "--val-every", 12]

@@ -31,8 +31,7 @@ TINY = "-debug"
 
 @dataclass(frozen=True)
 class Model:
-    """A model and its batch. ``config``: name of the class in ``transformers``, or of the model in `written`;
-    ``sizes``: what it is given.
+    """A model and its batch. ``config``: the class in ``transformers`` or model in `written`; ``sizes``: its arguments.
 
     ``seq_len``: tokens in a sequence; for images the patches and the class token, for audio the encoder's frames.
     """

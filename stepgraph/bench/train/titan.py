@@ -338,7 +338,7 @@ def fill(model: nn.Module, config: TrainConfig) -> None:
     for full_name, param in model.named_parameters():
         name = re.sub(r"\._orig_mod|\._checkpoint_wrapped_module", "", full_name)  # torch.compile, recomputation
         layer, name = re.fullmatch(r"(layers\.\d+\.)?(.+)", name).groups(default="")
-        if param.ndim == 1:
+        if param.ndim == 1:  # a norm, one in both
             continue
         origin = origins[name]
         local, our_name = param.to_local() if isinstance(param, DTensor) else param, layer + origin.name

@@ -18,8 +18,7 @@ aten = torch.ops.aten
 class Skip:
     """Whether a step's update is left out. ``flag``: a bool scalar that the graph computes; None: it never is.
 
-    A flag that a count on the host needs (``step`` of optimizers without a fused kernel) is copied there, for which the
-    host waits.
+    A flag that a count on the host needs (``step`` of optimizers that are not fused) is copied there; the host waits.
     """
 
     def __init__(self, flag: torch.Tensor | None = None):

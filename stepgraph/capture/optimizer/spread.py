@@ -88,8 +88,7 @@ class Matrix(NamedTuple):
 
 
 class Spread:
-    """The update of one parameter group. ``options``: those of torch's ``muon``. ``of_all``: called before what belongs
-    to no one parameter."""
+    """The update of one parameter group. ``options``: of torch's ``muon``. ``of_all``: called before what all share."""
 
     def __init__(self, options: Mapping[str, Any], of_all: Callable[[], None]):
         self.options, self.of_all = options, of_all

@@ -43,9 +43,8 @@ _MOST = 100
 
 
 class Made:
-    """State that ``step`` makes in a trace. ``by_param``: for each parameter, by key what makes the value. ``nodes``:
-    that make it in the graph. ``is_early``: whether all of it can be made before the step. ``takes_numbers``: whether
-    options are read for it."""
+    """State that ``step`` makes in a trace. ``by_param``: by key what makes each parameter's. ``nodes``: that make it.
+    ``is_early``: whether all of it can be made before the step. ``takes_numbers``: it reads options."""
 
     def __init__(self, live_of: Mapping[fx.Node, Tensor]):
         self.by_param: defaultdict[Tensor, dict[str, Callable[[], Any]]] = defaultdict(dict)

@@ -130,9 +130,8 @@ def _copied(value: Any) -> Any:
 
 
 class Recording:
-    """The draws of one trace. ``hosted``: functions that are one call; ``before``: the generators' states;
-    ``known``: the trace's `KnownValues`; ``add_leaf``: gives the trace one more input; ``refuses``: whether draws are
-    refused where forward is now."""
+    """The draws of one trace. ``hosted``: one call each; ``before``: the generators' states; ``known``: the trace's
+    `KnownValues`; ``add_leaf``: gives the trace one more input; ``refuses``: whether draws are refused now."""
 
     def __init__(
         self,

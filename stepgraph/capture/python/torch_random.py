@@ -15,7 +15,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.capture.python.values import counts
-from stepgraph.capture.recorder import Recorder, user_frame
+from stepgraph.capture.recorder import Recorder
 from stepgraph.errors import CaptureError
 from stepgraph.graph.facts import has_generator
 from stepgraph.graph.program import StepProgram
@@ -40,10 +40,9 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
         frame = sys._getframe(1)
         if given is not None and not counts(frame.f_code.co_filename):
             return given(*args, **kwargs)
-        path = recorder.stack[-1] if recorder.stack else ""
         raise CaptureError(
-            f"{path or 'the model'} ({user_frame(frame)}) {verb} of torch's random generator, which "
-            f"a captured step would not do again; {_FIX}"
+            f"{recorder.where(frame)} {verb} of torch's random generator, which a captured step would not do again; "
+            f"{_FIX}"
         )
 
     class Refusing:
@@ -99,8 +98,8 @@ class GeneratorCalls:
             of_generator = event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator)
             if of_generator and called.__name__ in _METHODS and counts(frame.f_code.co_filename):
                 raise CaptureError(
-                    f"{(recorder.stack and recorder.stack[-1]) or 'the model'} ({user_frame(frame)}) calls "
-                    f"{called.__name__}() of a torch.Generator, which a captured step would not do again; {_FIX}"
+                    f"{recorder.where(frame)} calls {called.__name__}() of a torch.Generator, which a captured step "
+                    f"would not do again; {_FIX}"
                 )
 
         self._look = look
@@ -143,9 +142,9 @@ def checked_generators(program: StepProgram, trace: Callable[[], StepProgram]) -
         for generator, state in zip(generators, saved, strict=True):
             generator.set_state(state)
     if seeded:
-        where = provenance(next(node for node, _ in _draws(program)))
+        place = provenance(next(node for node, _ in _draws(program))).place
         raise CaptureError(
-            f"{where.path or 'the model'} ({where.source}) draws from a torch.Generator that forward makes or seeds, "
-            f"which a captured step would not do again; {_FIX}"
+            f"{place} draws from a torch.Generator that forward makes or seeds, which a captured step would not do "
+            f"again; {_FIX}"
         )
     return generators

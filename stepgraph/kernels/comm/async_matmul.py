@@ -1,9 +1,7 @@
 """Matrix products pipelined, chunk by chunk, with the collective that gathers their operand or reduces their result.
 
-    all_gather_matmul      gather the sequence over the ranks of a group, times one or several matrices:
-                           (B, T / ranks, K), (K, N), ... -> (B, T, K) first and only with ``keep``, (B * T, N), ...
-    matmul_reduce_scatter  the sum of one or several products, summed over ranks, each of which keeps its part:
-                           (B * T, K), ... and (K, N), ... -> (B, T / ranks, N)
+    all_gather_matmul      gather the sequence over the ranks of a group, times one or several matrices
+    matmul_reduce_scatter  the sum of one or several products, summed over ranks, each of which keeps its part
 
 To gather, a rank multiplies its own chunk while it sends it, and the others' as they arrive. To reduce, it first
 computes what the others need, and its own part while that is sent (see `exchange`). Sums over ranks are taken in the
@@ -13,13 +11,31 @@ Source: Wang et al., "Overlap Communication with Dependent Computation via Decom
 Models", 2023.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import register_flop_formula
 
 from stepgraph import compat
 from stepgraph.kernels.comm.exchange import current, operator
 
 Tensor = torch.Tensor
+
+
+def all_gather_matmul(shard: Tensor, weights: Sequence[Tensor], keep: bool, group: dist.ProcessGroup) -> list[Tensor]:
+    """(B, T / ranks, K), this rank's part of the sequence, and matrices (K, N) -> [(B, T, K),] (B * T, N), ...
+
+    The gathered tensor comes first and only with ``keep``.
+    """
+    return torch.ops.stepgraph.all_gather_matmul(shard, weights, keep, group.size(), group.group_name)
+
+
+def matmul_reduce_scatter(
+    lefts: Sequence[Tensor], rights: Sequence[Tensor], batch: int, group: dist.ProcessGroup
+) -> Tensor:
+    """(B * T, K), ... and (K, N), ... -> (B, T / ranks, N): this rank's part of the sum of products over all ranks."""
+    return torch.ops.stepgraph.matmul_reduce_scatter(lefts, rights, batch, group.size(), group.group_name)
 
 
 def _new_gathered(shard: Tensor, weights: list[Tensor], keep: bool, group_size: int, group_name: str) -> list[Tensor]:

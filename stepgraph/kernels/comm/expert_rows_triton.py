@@ -158,13 +158,18 @@ def share(row: Tensor, addresses: Tensor, rank: int) -> None:
     _share_kernel[(addresses.shape[1],)](row, addresses, rank, row.numel(), BLOCK=256, num_warps=4)
 
 
+def configuration(D: int) -> tuple[int, int]:
+    """(rows, columns) of a tile."""
+    return tile_of(TILE, D)
+
+
 def send(x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, addresses: Tensor) -> None:
     """Row r of (n,), which is ``x[order[r] // slots]``, or ``x[r]``, to ``to[r]``, which is ``rank * room + row``."""
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     n, D = to.shape[0], x.shape[1]
     if not (n and D and room):
         return
-    tokens, block = tile_of(TILE, D)
+    tokens, block = configuration(D)
     tiles = triton.cdiv(n, tokens) * triton.cdiv(D, block)
     _send_kernel[(min(tiles, SENDERS),)](
         x, order, to, addresses, n, slots, room, D, x.stride(0),
@@ -177,7 +182,7 @@ def take(written: Tensor, came: Tensor, zero_rest: bool = True) -> Tensor:
     ``zero_rest``, anything."""
     (n, D), out = written.shape, torch.empty_like(written)
     if out.numel():
-        tokens, block = tile_of(TILE, D)
+        tokens, block = configuration(D)
         _take_kernel[(triton.cdiv(n, tokens), triton.cdiv(D, block))](
             written, came, out, n, D, ZERO_REST=zero_rest, TOKENS=tokens, BLOCK=block, num_warps=WARPS
         )

@@ -17,8 +17,7 @@ from stepgraph.kernels.comm.exchange import Session, current, operator
 Tensor = torch.Tensor
 
 
-def flat_view(x: Tensor) -> Tensor:
-    """All elements of a dense ``x`` as they lie in memory."""
+def _flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
@@ -27,7 +26,7 @@ def _send(x: Tensor, peer: int, group_name: str) -> Tensor:
     group, session = compat.process_group(group_name), current()
     if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # events of a recording cannot be queried
         session.sends = [(work, kept) for work, kept in session.sends if not work.is_completed()]
-    flat = flat_view(x)
+    flat = _flat(x)
     session.sends.append((dist.isend(flat, group=group, group_dst=peer), flat))
     return x.new_empty(0)
 
@@ -42,7 +41,7 @@ def _recv(
 ) -> Tensor:
     group = compat.process_group(group_name)
     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    flat = flat_view(made)
+    flat = _flat(made)
     compat.register_work(made, dist.irecv(flat, group=group, group_src=peer))
     return made
 

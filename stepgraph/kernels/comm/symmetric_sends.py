@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from stepgraph import compat
 from stepgraph.kernels.comm.exchange import STEP, Session, Workspace, current, operator
-from stepgraph.kernels.comm.point_to_point import flat_view
 
 Tensor = torch.Tensor
 
@@ -115,9 +114,13 @@ def open_boxes(session: Session, group_name: str, places: int, nbytes: int, devi
     mail.begin()
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.as_strided((x.numel(),), (1,))
+
+
 @operator("put(Tensor x, int peer, int[] box, str group_name) -> Tensor", lambda x, *_: x.new_empty(0))
 def _put(x: Tensor, peer: int, box: list[int], group_name: str) -> Tensor:
-    group, session, flat = compat.process_group(group_name), current(), flat_view(x)
+    group, session, flat = compat.process_group(group_name), current(), _flat(x)
     if _writes(x.device):
         session.mail[group.group_name].put(flat, peer, box)
     else:
@@ -143,7 +146,7 @@ def _take(
     group = compat.process_group(group_name)
     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
     if _writes(made.device):
-        current().mail[group.group_name].take(flat_view(made), peer, box)
+        current().mail[group.group_name].take(_flat(made), peer, box)
     else:
-        dist.recv(flat_view(made), group=group, group_src=peer, tag=box[0])
+        dist.recv(_flat(made), group=group, group_src=peer, tag=box[0])
     return made

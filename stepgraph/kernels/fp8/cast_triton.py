@@ -178,7 +178,7 @@ def launch_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tup
     """As `cast.cast_scaled_rows`."""
     q, transposed = _copies(x, dtype, rows, columns)
     scales = [x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed)]
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with _on(x):
         if _transposed_before(x):
             for side, copy, scale, wanted in ((x, q, scales[0], rows), (x.t(), transposed, scales[1], columns)):
                 if wanted:
@@ -274,3 +274,8 @@ def _copies(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> list[Te
 
 def _tiles(x: Tensor, tall: int, wide: int) -> tuple[int]:
     return (triton.cdiv(x.shape[0], tall) * triton.cdiv(x.shape[1], wide),)
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager:
+    """The device that ``x`` is on, for a launch."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()

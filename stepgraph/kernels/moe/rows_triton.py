@@ -94,6 +94,11 @@ def tile_of(elements: int, columns: int) -> tuple[int, int]:
     return elements // block, block
 
 
+def configuration(D: int) -> tuple[int, int]:
+    """(tokens, columns) of a tile."""
+    return tile_of(TILE, D)
+
+
 def _in_rows(x: Tensor) -> Tensor:
     """``x``, or a copy where the elements of a row are not contiguous."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
@@ -116,7 +121,7 @@ def gather(x: Tensor, places: Tensor, order: Tensor | None, n_rows: int) -> Tens
     rows, x = _new_rows(x, n_rows, order), _in_rows(x)
     (N, K), D = places.shape, x.shape[1]
     if rows.numel() and places.numel():
-        tokens, block = tile_of(TILE, D)
+        tokens, block = configuration(D)
         _gather_kernel[(triton.cdiv(N, tokens), triton.cdiv(D, block))](
             x, places.contiguous(), rows, N, K, D, x.stride(0), TOKENS=tokens, BLOCK=block, num_warps=WARPS
         )
@@ -129,7 +134,7 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor | None, order: Tensor 
     (N, K), D = places.shape, rows.shape[1]
     out = rows.new_empty(N, D)
     if out.numel():
-        tokens, block = tile_of(TILE, D)
+        tokens, block = configuration(D)
         _combine_kernel[(triton.cdiv(N, tokens), triton.cdiv(D, block))](
             rows, places.contiguous(), None if weights is None else weights.contiguous(), out, N, D, rows.stride(0),
             K=K, WEIGHTED=weights is not None, TOKENS=tokens, BLOCK=block, num_warps=WARPS,
@@ -145,7 +150,7 @@ def combine_backward(
     dy, rows = _in_rows(dy), _in_rows(rows)
     (N, K), D = places.shape, rows.shape[1]
     if places.numel():
-        tokens, block = tile_of(TILE, D)
+        tokens, block = configuration(D)
         _combine_backward_kernel[(triton.cdiv(N, tokens),)](
             dy, rows, places.contiguous(), weights.contiguous(), drows, dweights, N, K, D, dy.stride(0), rows.stride(0),
             TOKENS=tokens, BLOCK=block, num_warps=WARPS,

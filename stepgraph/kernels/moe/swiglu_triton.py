@@ -111,12 +111,17 @@ def _swiglu_rows_cast_backward_kernel(
         tl.store(scale + row * scale_stride + tl.zeros([1], tl.int32), _scale(top, MOST))
 
 
+def configuration(F: int) -> tuple[int, int]:
+    """(rows, columns) of a tile."""
+    return tile_of(TILE, F)
+
+
 def launch(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """As `swiglu.swiglu_rows`."""
     R, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, F)
     if out.numel():
-        rows, block = tile_of(TILE, F)
+        rows, block = configuration(F)
         _swiglu_rows_kernel[_programs(R, F)](
             gate_up.contiguous(), offsets.contiguous(), out, offsets.shape[0], R, F,
             ZERO_REST=zero_rest, ROWS=rows, BLOCK=block, num_warps=WARPS,
@@ -129,7 +134,7 @@ def launch_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: boo
     R, F = dy.shape
     out = gate_up.new_empty(R, 2 * F)
     if out.numel():
-        rows, block = tile_of(TILE, F)
+        rows, block = configuration(F)
         _swiglu_rows_backward_kernel[_programs(R, F)](
             dy.contiguous(), gate_up.contiguous(), offsets.contiguous(), out, offsets.shape[0], R, F,
             ZERO_REST=zero_rest, ROWS=rows, BLOCK=block, num_warps=WARPS,
@@ -168,5 +173,5 @@ def launch_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: boo
 
 
 def _programs(R: int, F: int) -> tuple[int]:
-    rows, block = tile_of(TILE, F)
+    rows, block = configuration(F)
     return (triton.cdiv(R, rows) * triton.cdiv(F, block),)

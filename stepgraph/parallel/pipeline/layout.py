@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from stepgraph import compat
-from stepgraph.capture.forward import trace_forward
 from stepgraph.capture.gradients import Share
 from stepgraph.capture.step_trace import LossFn
+from stepgraph.capture.trace import trace_forward
 from stepgraph.costs.roofline import node_seconds
 from stepgraph.errors import unknown_name
 from stepgraph.graph.collectives import spans_machines

@@ -29,7 +29,7 @@ from torch import fx
 from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import argument, columns_of, is_cast, only_user, packet
+from stepgraph.graph.facts import argument, is_cast, only_user, packet
 from stepgraph.passes.attention.backends import refusal
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.flex import FlexNodes
@@ -234,8 +234,12 @@ def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[
 
 
 def _columns(node: fx.Node) -> tuple[int, int] | None:
-    """The first of the columns that a slice takes, and the one after the last."""
-    return columns_of(node, _size(node.args[0])[-1]) if node.target is aten.slice.Tensor else None
+    """The first and the last but one of the columns that a slice takes."""
+    if node.target is not aten.slice.Tensor or argument(node, "step") != 1:
+        return None
+    rank, width = len(_size(node)), _size(node.args[0])[-1]
+    start, _, _ = slice(argument(node, "start"), argument(node, "end")).indices(width)
+    return (start, start + _size(node)[-1]) if argument(node, "dim") % rank == rank - 1 else None
 
 
 def _with_sink(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import fx
 
-from stepgraph.graph.facts import argument, aten, cast_behind, casts_of, columns_of, higher_order, without_casts
+from stepgraph.graph.facts import argument, aten, cast_behind, casts_of, higher_order, without_casts
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import Region, region_of, tag
@@ -105,9 +105,14 @@ def _half(node: fx.Node) -> tuple[fx.Node, int, list[fx.Node]] | None:
     """(x, 0 or 1, the nodes in between) if ``node`` is the first or the second half of ``x``'s last dimension."""
     if node.target is aten.slice.Tensor:
         source = node.args[0]
-        size = source.meta["val"].shape[-1]
-        halves, bounds = [(0, size // 2), (size // 2, size)], columns_of(node, size)
-        return (source, halves.index(bounds), [node]) if bounds in halves else None
+        value = source.meta["val"]
+        dim, size = argument(node, "dim") % value.ndim, value.shape[-1]
+        start, end = argument(node, "start") or 0, argument(node, "end")
+        bounds = (start, size if end is None else min(end, size))
+        halves = [(0, size // 2), (size // 2, size)]
+        if dim != value.ndim - 1 or argument(node, "step") != 1 or bounds not in halves:
+            return None
+        return source, halves.index(bounds), [node]
     split = node.args[0] if node.args else None
     if isinstance(split, fx.Node) and split.target is aten.split.Tensor and len(split.meta["val"]) == 2:
         source, dim = split.args[0], argument(split, "dim")

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.capture.lineage import MIXED, made_from
+from stepgraph.capture.roles import MIXED, made_from
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_pointwise, is_view, packet

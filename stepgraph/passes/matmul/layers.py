@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from stepgraph.capture.lineage import MIXED, made_from
+from stepgraph.capture.roles import MIXED, made_from
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.facts import is_pointwise, is_view, packet
 from stepgraph.graph.provenance import phase_of, provenance

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import argument, columns_of, getitem_users, only_user
+from stepgraph.graph.facts import argument, getitem_users, only_user
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -72,9 +72,17 @@ def _halves(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return (parts[0], parts[1]) if halved and len(parts) == len(user.users) == 2 else None
     if len(product.users) != 2 or any(n.target is not aten.slice.Tensor for n in product.users):
         return None
-    halves = {columns_of(n, width): n for n in product.users}
-    first, second = (0, width // 2), (width // 2, width)
-    return (halves[first], halves[second]) if halves.keys() == {first, second} and width % 2 == 0 else None
+    begins = {_begin(n, width): n for n in product.users}
+    return (begins[0], begins[width // 2]) if begins.keys() == {0, width // 2} and width % 2 == 0 else None
+
+
+def _begin(node: fx.Node, width: int) -> int | None:
+    """The column that a slice of half the columns begins at, or None; of ``slice_backward`` likewise."""
+    dim, start, end, step = (argument(node, name) for name in ("dim", "start", "end", "step"))
+    if dim not in (1, -1) or step != 1 or not all(isinstance(at, int | None) for at in (start, end)):
+        return None
+    start, end, _ = slice(start, end).indices(width)
+    return start if end - start == width // 2 else None
 
 
 def _gated(gate: fx.Node, up: fx.Node) -> fx.Node | None:
@@ -136,8 +144,7 @@ def _joined(dgate: fx.Node, dup: fx.Node, width: int) -> fx.Node | None:
         return None
     both = only_user(first)
     added = both is not None and both is only_user(second) and both.target is aten.add.Tensor and not both.kwargs
-    filled = columns_of(first, width), columns_of(second, width)
-    return both if added and filled == ((0, width // 2), (width // 2, width)) else None
+    return both if added and (_begin(first, width), _begin(second, width)) == (0, width // 2) else None
 
 
 def _rewrite(found: _Found) -> None:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from stepgraph.train.data.chat import ChatTokenizer, PairTokenizer
-from stepgraph.train.data.formats import open_source
 from stepgraph.train.data.loader import Batch, MixedLoader, PackedLoader, entropy, unigram, validation_batches
-from stepgraph.train.data.several import Part, open_parts, open_validation, require_one_kind
+from stepgraph.train.data.several import Part, open_parts, open_source, open_validation, require_one_kind
 from stepgraph.train.data.sources import Corpus, Source
 from stepgraph.train.data.token_cache import default_folder
 from stepgraph.train.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer

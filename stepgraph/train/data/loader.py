@@ -242,8 +242,7 @@ def unigram(source: Corpus, tokenizer: Tokenizer) -> np.ndarray:
 
 def to_batch(rows: np.ndarray, source: Corpus) -> Batch:
     """Rows (B, 1, T + 1) of the stream, or (B, 2, T + 1) with positions, as `PackedLoader.row` gives them, in a batch;
-    its tensors share no memory. Of conversations with ``targets_per_row``, as not all targets count; of preference
-    pairs with ``pairs_per_row``."""
+    its tensors share no memory. ``targets_per_row``: of conversations; ``pairs_per_row``: of pairs."""
     tokens, targets = inputs_and_targets(rows[:, 0])
     batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
     if rows.shape[1] > 1:

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from stepgraph.errors import first_line, require_file
-from stepgraph.models.hf_files import read_json, write_json
+from stepgraph.models.hf_decoder import read_json, write_json
 
 #: Files next to tokenizer.json that name its special tokens.
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"

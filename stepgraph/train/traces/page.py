@@ -14,9 +14,8 @@ from stepgraph.costs import links
 from stepgraph.costs.hardware import ASSUMED, GPUS, known_gpu
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import Call, Kind
-from stepgraph.inspect.account.account import account_of
+from stepgraph.inspect.account.account import account_of, spans_of
 from stepgraph.inspect.account.page import PAGE, write_page
-from stepgraph.inspect.account.pipeline import spans_of
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span, aligned
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.run.spans import Spans

@@ -13,11 +13,10 @@ import pytest
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.graph.step_graph import Call, Kind
-from stepgraph.inspect.account.account import account_of
+from stepgraph.inspect.account.account import account_of, pipeline_account
 from stepgraph.inspect.account.command import preset_account
 from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of
-from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.inspect.forecast.forecast import simulated
 from tests.inspect.account.accounts import GPU, account, config
 from tests.inspect.account.test_page import planted

@@ -10,8 +10,8 @@ from stepgraph import cli
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.memory import KINDS
 from stepgraph.graph.step_graph import Call, Kind
+from stepgraph.inspect.account.account import pipeline_account
 from stepgraph.inspect.account.page import read_page
-from stepgraph.inspect.account.pipeline import pipeline_account
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
 from tests.distributed.ranks import on_processes
 from tests.inspect.account.accounts import GPU

@@ -26,7 +26,7 @@ def test_no_configuration_spills(element):
     tensors = [name for name, kind in kinds.items() if kind.startswith("*")]
     kinds |= dict.fromkeys(("n", "slots", "room", "D", "stride", "ranks", "rank", "first", "P", "E"), "i32")
     for D, divided in ((33, tensors), (4096, [*tensors, "D", "stride"])):
-        tokens, block = kernels.tile_of(kernels.TILE, D)
+        tokens, block = kernels.configuration(D)
         tile = {"TOKENS": tokens, "BLOCK": block}
         for indirect in (True, False):
             sends = assert_no_spills(

@@ -156,7 +156,7 @@ def test_no_configuration_spills(element):
     tensors = [name for name, kind in kinds.items() if kind.startswith("*")]
     divided = [*tensors, "D", "stride", "dy_stride"]
     for D, aligned in ((33, tensors), (2048, divided)) if element == "bf16" else ((2048, divided),):
-        tokens, block = rows_triton.tile_of(rows_triton.TILE, D)
+        tokens, block = rows_triton.configuration(D)
         tile = {"TOKENS": tokens, "BLOCK": block}
         plain = kinds | {"K": "i32"}
         assert_no_spills(rows_triton._gather_kernel, plain, tile, rows_triton.WARPS, aligned)
@@ -164,7 +164,7 @@ def test_no_configuration_spills(element):
         constants = {**tile, "K": 8, "WEIGHTED": True}
         assert_no_spills(rows_triton._combine_kernel, kinds, constants, rows_triton.WARPS, aligned)
     for F, aligned in ((1408, [*tensors, "F"]), (1024, [*tensors, "F"]), (1001, tensors)):
-        rows, block = rows_triton.tile_of(swiglu_triton.TILE, F)
+        rows, block = swiglu_triton.configuration(F)
         for kernel in (swiglu_triton._swiglu_rows_kernel, swiglu_triton._swiglu_rows_backward_kernel):
             for zero_rest in (False, True):
                 constants = {"ZERO_REST": zero_rest, "ROWS": rows, "BLOCK": block}

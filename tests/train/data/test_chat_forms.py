@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stepgraph.train.data.formats import open_source
+from stepgraph.train.data.several import open_source
 
 ASKED, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be kind"}

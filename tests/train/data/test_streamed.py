@@ -20,7 +20,7 @@ from stepgraph.train.data import (
     open_validation,
     token_cache,
 )
-from stepgraph.train.data.formats import Streamed
+from stepgraph.train.data.formats.hub import Streamed
 from stepgraph.train.data.loader import entropy, unigram, validation_batches
 
 datasets = pytest.importorskip("datasets")

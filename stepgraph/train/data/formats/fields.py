@@ -47,8 +47,7 @@ def columns_of(names: Iterable[str], field: str, chat: bool) -> list[str]:
 
 
 def document_of(row: Mapping[str, Any], where: str, field: str, chat: bool) -> bytes:
-    """The text in ``field`` of a row, or the conversation. ``ValueError`` for another kind of value, and for a
-    conversation with tools."""
+    """The text in ``field`` of a row, or the conversation. ``ValueError`` for anything else, and with tools."""
     if chat and any((row.get(name) or NO_TOOLS[0]) not in NO_TOOLS for name in TOOLS):
         raise no_tools(where)
     if chat and field == _CHOICES[0]:

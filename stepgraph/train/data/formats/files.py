@@ -122,8 +122,7 @@ class JsonLines(FileSource):
 
 
 class Parquet(FileSource):
-    """One column of a parquet file, text or conversations; one row group at a time is in memory, and shuffling respects
-    row groups."""
+    """A column of a parquet file, text or conversations; a row group at a time is in memory, as shuffling respects."""
 
     def __init__(self, path: Path, text_field: str):
         super().__init__(path, str(path))
