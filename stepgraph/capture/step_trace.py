@@ -525,7 +525,8 @@ class StepTrace:
             explained(self.recorder),
         ):
             module = compat.trace(traced, inputs.fakes)
-        step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), _mesh_of(self.slots))
+        mesh = next((slot.tensor.device_mesh for slot in self.slots if hasattr(slot.tensor, "device_mesh")), None)
+        step = StepGraph(module, inputs.specs, outputs, repeated_blocks(self.model), mesh)
         checks.refuse_fake_constants(step)
         checks.refuse_layouts(step)
         checks.refuse_hidden_writes(step, flatten_batch(self.batch)[0])
@@ -549,7 +550,3 @@ def _mode_of(live: Sequence[torch.Tensor], open_sizes: OpenSizes | None = None) 
     if len(modes) > 1:
         raise CaptureError("the model's fake tensors belong to several fake modes; build it under one")
     return modes.pop() if modes else fake_mode()
-
-
-def _mesh_of(slots: Sequence[Slot]) -> Any:
-    return next((slot.tensor.device_mesh for slot in slots if hasattr(slot.tensor, "device_mesh")), None)

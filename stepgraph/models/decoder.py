@@ -62,11 +62,6 @@ class LayerCache:
 Cache = Sequence[LayerCache]
 
 
-def tokens_in(cache: Cache | None) -> int:
-    """How many tokens the layers of ``cache`` hold; none without one."""
-    return cache[0].length if cache else 0
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention. ``norm``: width -> the norm of each head's queries and keys; None: no norm."""
 
@@ -205,7 +200,7 @@ class Decoder(nn.Module):
     def forward(
         self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        limit, start = self.config.max_seq_len, tokens_in(cache)
+        limit, start = self.config.max_seq_len, cache[0].length if cache else 0
         T = start + tokens.shape[1]
         if limit < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")

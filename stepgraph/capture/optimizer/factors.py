@@ -111,7 +111,8 @@ def _one(
 ) -> Tensor:
     found = _FUNCTIONAL.get(name.removesuffix("_"))
     target = next((leaf for leaf in args if isinstance(leaf, Tensor)), None)
-    if found is None or (target is not None and not _is_inexact(target) and name not in _ANY_DTYPE):
+    exact = target is not None and not (target.is_floating_point() or target.is_complex())
+    if found is None or (exact and name not in _ANY_DTYPE):
         raise unknown(name)
     device = target.device if target is not None else torch.device(kwargs.get("device") or "cpu")
 
@@ -123,10 +124,6 @@ def _one(
     if result is NotImplemented:
         raise unknown(name)
     return target.copy_(result) if name.endswith("_") else result
-
-
-def _is_inexact(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def unknown(name: str) -> CaptureError:

@@ -124,7 +124,8 @@ class OwnStep:
 
     def is_on_tape(self, param: Tensor, key: str, value: Tensor) -> bool:
         """Whether a tensor of the state is a scalar on the host, which follows from counts and options."""
-        if value.ndim or value.device.type != "cpu" or compat.is_fake(value) or _is_wrapped(value):
+        plain = not (compat.is_fake(value) or compat.is_traceable_wrapper_subclass(value))
+        if value.ndim or value.device.type != "cpu" or not plain:
             return False
         return self.learned.on_tape.get((key, param.ndim == 0), param.ndim > 0 or key == "step")
 
@@ -172,10 +173,6 @@ def _function(optimizer: torch.optim.Optimizer) -> Callable:
             "the model again, which a captured step does not have; capture without an optimizer and step it yourself"
         )
     return function
-
-
-def _is_wrapped(tensor: Tensor) -> bool:
-    return compat.is_traceable_wrapper_subclass(tensor)
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:

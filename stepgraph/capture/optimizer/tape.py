@@ -74,7 +74,7 @@ class Tape:
     def computed(self, function: Callable, args: tuple, value: Any) -> int:
         """The place of what ``function`` makes of ``args``."""
         key = f"{_name(function)}({','.join(map(self._key, args))})"
-        key = key if len(key) < 200 else f"{_name(function)}#{hash_of(key)}"
+        key = key if len(key) < 200 else f"{_name(function)}#{hashlib.sha256(key.encode()).hexdigest()[:24]}"
         if key not in self._places:
             self._places[key] = len(self.entries)
             self.entries.append(Entry(function, args, key, value, self.leaves_of(args)))
@@ -123,11 +123,6 @@ def _filled(args: Any, values: list[Any]) -> Any:
     return tuple(
         values[arg.place] if type(arg) is Ref else _filled(arg, values) if type(arg) is tuple else arg for arg in args
     )
-
-
-def hash_of(text: str) -> str:
-    """A short name for a long text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def _name(function: Callable) -> str:

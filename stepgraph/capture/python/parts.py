@@ -114,7 +114,7 @@ def attributes_named(function: types.FunctionType) -> frozenset[str]:
 
 
 def _is_read(function: types.FunctionType) -> bool:
-    return values.is_own(function.__globals__.get("__name__"))
+    return not values.of_library(function.__globals__.get("__name__"))
 
 
 def parts_of_function(function: types.FunctionType) -> Iterator[Part]:

@@ -338,8 +338,3 @@ def fake_inside(value: Any, depth: int = 4) -> bool:
 def _is_ours(module: str) -> bool:
     package, _, room = module.partition(".")
     return package == "stepgraph" and room.partition(".")[0] in _OURS
-
-
-def is_own(module: str | None) -> bool:
-    """Whether code of a Python module, by its name, is neither Python's, torch's, NumPy's nor ours."""
-    return not of_library(module)
