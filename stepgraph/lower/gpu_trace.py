@@ -7,6 +7,8 @@ Source: torch's ``attention.cpp``, ``cuda/sdp_utils.cpp`` and ``Dropout.cpp`` in
 """
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,12 +22,23 @@ from stepgraph.passes.attention.backends import refusal, torch_order
 aten = torch.ops.aten
 
 
-def traced_as(target: Target | None, device: torch.device) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def traced_as(target: Target | None, device: torch.device) -> Iterator[None]:
     """Inside, a step on ``device`` is traced as on ``target`` where that is a GPU that is only simulated."""
     if target is None or not target.simulated or target.device != "cuda" or device.type == "cuda":
-        return contextlib.nullcontext()
-    instead = {F.scaled_dot_product_attention: _Attention(target.capability), F.dropout: _dropout}
-    return compat.replaced(EagerFormulas, instead=instead)
+        yield
+        return
+    plain, attention = F.scaled_dot_product_attention, _Attention(target.capability)
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = attention(*args, **kwargs)
+        return plain(*args, **kwargs) if made is None else made
+
+    with (
+        compat.replaced(EagerFormulas, instead={plain: attention, F.dropout: _dropout}),
+        compat.replaced_functions(F, scaled_dot_product_attention=attend),  # multi-head attention runs below the mode
+    ):
+        yield
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor | None:

@@ -72,6 +72,21 @@ class Attending(torch.nn.Module):
         return self.dropout(F.scaled_dot_product_attention(q, k, v, bias, self.p, bias is None, enable_gqa=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}], ids=str)
+def test_the_attention_of_nn_is_traced_as_on_the_gpu(options):
+    """`nn.MultiheadAttention` calls torch's attention inside a function of torch's own."""
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **{"dropout": 0.0} | options).bfloat16()
+    batch = {"x": torch.randn(2, 16, 32, dtype=torch.bfloat16), "padded": torch.arange(16).expand(2, 16) > 12}
+
+    def loss_fn(model, batch):
+        return model(batch["x"], src_key_padding_mask=batch["padded"]).float().square().mean()
+
+    targets = {str(node.target) for node in lower(StepSpec(layer, loss_fn, batch), H100).step.nodes()}
+    assert "aten._scaled_dot_product_cudnn_attention_backward.default" in targets
+    assert not any("softmax" in target for target in targets)
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", [{}, {"value_width": 24}, {"bias": True}, {"dropout": 0.1}], ids=str)
 def test_attention_and_dropout_are_traced_as_on_the_gpu(form, dtype):
