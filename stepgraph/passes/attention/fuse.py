@@ -41,6 +41,7 @@ aten = torch.ops.aten
 
 _SOFTMAXES = (aten._softmax, aten._safe_softmax)
 _VIEWS = (aten.view, aten._unsafe_view, aten.expand, aten.clone)
+_SQUEEZES = (aten.unsqueeze, aten.squeeze)
 #: Added to a score it leaves nothing of it in fp32, and times log2(e) is still finite: where all keys of a query are
 #: hidden by it, they weigh the same, as with the least number of a dtype in eager.
 _LEAST = -1e30
@@ -109,7 +110,7 @@ def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
         beta, alpha = argument(node, "beta"), argument(node, "alpha")
         return (node, [_Op("bias", float(beta), args[0], size=_size(node))]) if alpha and beta else None
     op, sources = None, [args[0]] if args else []
-    if is_cast(node) or (kind in _VIEWS and _keeps_scores(node)):
+    if is_cast(node) or _keeps_scores(node):
         pass
     elif (number := _factor(node)) is not None:
         op = _Op("scale", number)
@@ -137,9 +138,26 @@ def _is_whole(part: object, node: fx.Node) -> bool:
 
 
 def _keeps_scores(node: fx.Node) -> bool:
-    """Whether a view or copy leaves the elements in their order, and rows of keys whole."""
-    read, made = node.args[0].meta["val"].shape, node.meta["val"].shape
-    return read.numel() == made.numel() and read[-2:] == made[-2:]
+    """Whether a view or copy leaves the elements in their order, and rows of keys whole. Dimensions of size 1 may lie
+    anywhere, as ``einsum`` moves them."""
+    if packet(node) not in (*_VIEWS, *_SQUEEZES, aten.permute, aten.transpose):
+        return False
+    read, made = _size(node.args[0]), _size(node)
+    if packet(node) in (aten.permute, aten.transpose):
+        order = [d for d in _order(node) if read[d] > 1]
+        return order == sorted(order)
+    whole = [[size for size in sizes if size > 1][-2:] for sizes in (read, made)]
+    return read.numel() == made.numel() and (read[-2:] == made[-2:] or whole[0] == whole[1])
+
+
+def _order(node: fx.Node) -> list[int]:
+    """The dimensions that a permutation or transpose puts in each place."""
+    order = list(range(len(_size(node))))
+    if packet(node) is aten.permute:
+        return [d % len(order) for d in node.args[1]]
+    a, b = (d % len(order) for d in node.args[1:3])
+    order[a], order[b] = order[b], order[a]
+    return order
 
 
 def _factor(node: fx.Node) -> float | None:
@@ -211,10 +229,10 @@ def _transposes(node: object, other: fx.Node) -> bool:
 
 def _exchanges(node: fx.Node) -> bool:
     """Whether the node exchanges the last two dimensions."""
-    rank = node.meta["val"].ndim if isinstance(node.meta.get("val"), torch.Tensor) else 0
-    if packet(node) is aten.transpose:
-        return {d % rank for d in node.args[1:3]} == {rank - 2, rank - 1}
-    return packet(node) is aten.permute and [d % rank for d in node.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
+    if packet(node) not in (aten.transpose, aten.permute):
+        return False
+    *rest, a, b = range(len(_size(node)))
+    return _order(node) == [*rest, b, a] and (len(rest) < 3 or 1 not in _size(node)[-2:])
 
 
 def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
@@ -225,7 +243,7 @@ def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[
             yield from _readers(user, sink, True)
         elif not turned and (
             is_cast(user)
-            or (packet(user) in _VIEWS and _keeps_scores(user))
+            or _keeps_scores(user)
             or (sink and _columns(user) == (0, _size(node)[-1] - 1))
         ):
             yield from _readers(user, sink)
@@ -284,7 +302,7 @@ def _peeled(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, float]:
 def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | str | None":
     """The attention around ``softmax``, why it cannot be rewritten, or None where there is none."""
     value = softmax.meta["val"]
-    if value.ndim not in (3, 4) or softmax.args[1] not in (-1, value.ndim - 1):
+    if value.ndim < 3 or softmax.args[1] not in (-1, value.ndim - 1):
         return None
     scores, sink, less = _with_sink(softmax.args[0]) or (softmax.args[0], None, False)
     found = _scores(scores, step)
@@ -293,6 +311,8 @@ def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | s
     if found is None or len(outs) != 1:
         return None
     product, ops = found
+    if {_size(n)[-2:] for n in (scores, product)} != {_size(scores)[-2:]} or _size(outs[0])[1] != _size(scores)[-2]:
+        return None  # rows of other queries
     q, k = product.args[-2:]
     alpha = float(argument(product, "alpha")) if packet(product) is aten.baddbmm else 1.0
     written = _Written(step, softmax, _size(scores), ops, q, k, outs[0].args[1], outs[0], alpha, sink)
@@ -347,10 +367,10 @@ class _Written:
         if self.slope is not None:
             node = self.slope.args[0]
             padded = self.sink is None
-            while is_cast(node) or (packet(node) in _VIEWS and _keeps_scores(node)) or not padded:
+            while is_cast(node) or _keeps_scores(node) or not padded:
                 if packet(node) is aten.slice_backward:  # zeros for the sink's column, which has no value
                     padded = True
-                elif not (is_cast(node) or packet(node) in _VIEWS):
+                elif not (is_cast(node) or _keeps_scores(node)):
                     break
                 node = node.args[0]
             if packet(node) is not aten.bmm or not _transposes(node.args[1], self.v):
@@ -416,7 +436,7 @@ class _Written:
     def _passes(node: fx.Node, user: fx.Node) -> list[_Op] | None:
         """What ``user`` does to the gradient ``node`` of scores; None where it is no such step."""
         kind, args = packet(user), user.args
-        if is_cast(user) or (kind in _VIEWS and _keeps_scores(user)):
+        if is_cast(user) or _keeps_scores(user):
             return []
         if (number := _factor(user)) is not None:
             return [_Op("scale", number)]
@@ -437,7 +457,8 @@ class _Written:
     def shape(self) -> tuple[int, int, int, int]:
         """The scores': (B, H, T, S)."""
         sizes = [self.size, *(op.size for op in self.ops)]
-        return next((tuple(size) for size in sizes if len(size) == 4), (1, *sizes[0]))
+        more = math.prod(self.size[:-3]), *self.size[-3:]
+        return next((tuple(size) for size in sizes if len(size) == 4), more)
 
     @property
     def scale(self) -> float:

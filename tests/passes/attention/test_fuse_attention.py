@@ -145,6 +145,26 @@ def divided(self, q, k, v):
     return F.softmax((q / width) @ (k / width).mT, -1) @ (v * 2.0)
 
 
+def einsum(self, q, k, v):
+    scores = torch.einsum("bhid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhij,bhjd->bhid", scores.masked_fill(~self.causal, -math.inf).softmax(-1), v)
+
+
+def einsum_by_tokens(self, q, k, v):
+    """Heads behind tokens, as projections give them; with a learned bias."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = torch.einsum("bihd,bjhd->bhij", q * q.shape[-1] ** -0.5, k) + self.bias
+    return torch.einsum("bhij,bjhd->bihd", weights.softmax(-1), v).transpose(1, 2)
+
+
+def along_rows(self, q, k, v):
+    """The pairs of AlphaFold: rows of a square attend each, keys are hidden, and the bias is that of all rows."""
+    q, k, v = (x.view(1, 2, *x.shape[1:]) for x in (q, k, v))
+    hidden = torch.linspace(0, -3, q.shape[-2], dtype=q.dtype).expand(1, 2, 1, 1, -1)
+    scores = torch.einsum("bnhid,bnhjd->bnhij", q, k) * q.shape[-1] ** -0.5 + hidden + self.bias[:, None]
+    return torch.einsum("bnhij,bnhjd->bnhid", scores.softmax(-1), v)[0]
+
+
 def three_dimensions(self, q, k, v):
     B, H, T, D = q.shape
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
@@ -251,6 +271,9 @@ WAYS = [
     (bloom, "cudnn"),
     (divided, "cudnn"),
     (three_dimensions, "cudnn"),
+    (einsum, "cudnn"),
+    (einsum_by_tokens, "efficient"),
+    (along_rows, "efficient"),
     (bart, "cudnn"),
     (windows, "efficient"),
     (grouped, "cudnn"),
