@@ -242,9 +242,7 @@ def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[
         if _exchanges(user) and not turned:
             yield from _readers(user, sink, True)
         elif not turned and (
-            is_cast(user)
-            or _keeps_scores(user)
-            or (sink and _columns(user) == (0, _size(node)[-1] - 1))
+            is_cast(user) or _keeps_scores(user) or (sink and _columns(user) == (0, _size(node)[-1] - 1))
         ):
             yield from _readers(user, sink)
         else:
