@@ -33,37 +33,39 @@ def lifetimes(
 ) -> Iterator[tuple[fx.Node, bool, list[fx.Node]]]:
     """(node, whether its result is memory of its own, the nodes whose memory is free after it), in order.
 
-    With a ``fusion``, what stays in a kernel's registers takes no memory.
+    With a ``fusion``, what stays in a kernel's registers takes no memory, and what it is computed from lies there until
+    that kernel's last node.
     """
     last = aliases.last_use()
-    readers = _readers(graph, aliases) if fusion else {}
+    inside = _inside(graph, aliases, fusion) if fusion else set()
+    for node in reversed(aliases.position):
+        if node in inside:
+            for source in map(aliases.root, node.all_input_nodes):
+                last[source] = max(last[source], last[node])
     frees: dict[int, list[fx.Node]] = defaultdict(list)
     for node, position in aliases.position.items():
         if node.op != "call_function":
             continue
         # What an operator returns in a list belongs to the getitems.
-        made = aliases.root(node) is node and not isinstance(node.meta.get("val"), (list, tuple)) and not on_host(node)
-        if made and fusion and _stays_inside(node, readers.get(node, []), fusion):
-            made = False
+        listed = isinstance(node.meta.get("val"), (list, tuple))
+        made = aliases.root(node) is node and not listed and not on_host(node) and node not in inside
         if made:
             frees[last[node]].append(node)
         yield node, made, frees.pop(position, [])
 
 
-def _readers(graph: fx.Graph, aliases: Aliases) -> dict[fx.Node, list[fx.Node]]:
-    """What runs, or leaves the graph, with each storage."""
+def _inside(graph: fx.Graph, aliases: Aliases, fusion: Fusion) -> set[fx.Node]:
+    """The nodes whose result only nodes of their own kernel read."""
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if not is_free(node) or node.op == "output":
             for source in node.all_input_nodes:
                 readers[aliases.root(source)].append(node)
-    return readers
-
-
-def _stays_inside(node: fx.Node, readers: list[fx.Node], fusion: Fusion) -> bool:
-    """Whether the result lives in a kernel's registers only."""
-    kernel = fusion.kernel(node)
-    return bool(readers) and all(reader is not node and fusion.kernel(reader) is kernel for reader in readers)
+    return {
+        node
+        for node, found in readers.items()
+        if all(reader is not node and fusion.kernel(reader) is fusion.kernel(node) for reader in found)
+    }
 
 
 @dataclass(frozen=True)

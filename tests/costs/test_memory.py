@@ -60,6 +60,22 @@ def test_what_a_kernel_keeps_to_itself_takes_no_memory():
     assert peaks == [3 * KB, 2 * KB]
 
 
+def test_what_a_kernel_reads_lies_there_until_it_runs():
+    """Tiles of a gradient that are put together in the kernel that reads them, after a product."""
+    hand = Hand()
+    x, w = hand.input(256), hand.input(256)
+    tile = hand(aten.sort.default, x)  # no kernel of a compiler's
+    values = hand(operator.getitem, tile, 0)
+    joined = hand(aten.cat.default, [values, values])
+    product = hand(aten.mm.default, hand(aten.view.default, w, [16, 16]), hand(aten.view.default, w, [16, 16]))
+    y = hand(aten.add.Tensor, joined, joined)
+    step = hand.step(product, y)
+    aliases = Aliases(step.graph)
+    walk = list(lifetimes(step.graph, aliases, Fusion(step.graph, aliases, fused=True)))
+    assert [node for node, _, freed in walk if values in freed] == [y]
+    assert not next(made for node, made, _ in walk if node is joined)
+
+
 def test_the_parts_of_a_list_are_memory_and_the_list_is_not():
     hand = Hand()
     x = hand.input(16, 16)
