@@ -19,7 +19,7 @@ import stepgraph.kernels.comm.expert_rows
 import stepgraph.kernels.comm.point_to_point
 import stepgraph.kernels.comm.symmetric_sends  # noqa: F401  (all register their operators)
 from stepgraph import compat
-from stepgraph.graph.facts import argument, of_target, tensor_bytes
+from stepgraph.graph.facts import argument, of_target, set_argument, tensor_bytes
 from stepgraph.graph.provenance import phase_of, role_of
 from stepgraph.graph.step_graph import StepGraph
 
@@ -118,8 +118,7 @@ def group_of(node: fx.Node) -> str:
 
 def set_group(node: fx.Node, name: str) -> None:
     """The collective ``node`` calls its process group ``name``."""
-    names = [parameter.name for parameter in node.target._schema.arguments]
-    node.update_arg(names.index("group_name"), name)
+    set_argument(node, "group_name", name)
 
 
 def group_size(node: fx.Node) -> int:

@@ -131,6 +131,15 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
+def set_argument(node: fx.Node, name: str, value: object) -> None:
+    """Let the operator call pass ``value`` as its argument ``name``."""
+    place = [parameter.name for parameter in node.target._schema.arguments].index(name)
+    if place < len(node.args):
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(name, value)
+
+
 def leaves_rest(node: fx.Node) -> bool:
     """Whether rows of the result hold anything, which nothing reads (`stepgraph.passes.moe.unread`)."""
     return node.kwargs.get("zero_rest") is False

@@ -26,6 +26,7 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
+from stepgraph.graph.aliases import Aliases
 from stepgraph.inductor.library import Compiled, Function, Use, compiled_once, is_compiled, note
 
 aten = torch.ops.aten
@@ -189,7 +190,7 @@ def compile_pieces(
         key = structure(piece)
         if key not in distinct:
             distinct[key] = f"{piece.region.kind}_{len(distinct)}"
-            work[key] = _extract(module, piece), config | dict(piece.region.options)
+            work[key] = _extract(piece), config | dict(piece.region.options)
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     made: dict[tuple, tuple[Compiled, Use]] = {}
@@ -220,10 +221,10 @@ def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: He
     yield from (key for key in work if key not in new)
 
 
-def note_pieces(module: fx.GraphModule, pieces: Sequence[Piece], config: dict[str, Any]) -> None:
+def note_pieces(pieces: Sequence[Piece], config: dict[str, Any]) -> None:
     """Let the pieces of the next length be compiled for any length, though these are not compiled."""
     for piece in {structure(piece): piece for piece in pieces}.values():
-        note(_extract(module, piece), config | dict(piece.region.options))
+        note(_extract(piece), config | dict(piece.region.options))
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ def with_functions(
     for call in calls:
         piece = Piece(Region(call.name, call.name.rpartition("_")[0]), [nodes[name] for name in call.nodes])
         if call.name not in attributes:
-            extracted = _extract(module, piece)
+            extracted = _extract(piece)
             attributes[call.name] = Compiled(extracted, {}, functions[call.name] or _interpreted(extracted))
         starts[piece.nodes[0]] = piece
     called = {first: call.name for first, call in zip(starts, calls, strict=True)}
@@ -315,7 +316,7 @@ def _subgraph(node: fx.Node) -> fx.GraphModule | None:
     return value if isinstance(value, fx.GraphModule) else None
 
 
-def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
+def _extract(piece: Piece) -> fx.GraphModule:
     """The piece as a module of its own. Its names do not depend on where in the model it was: they are part of the
     key of Inductor's cache on disk."""
     graph, attributes = fx.Graph(), {}
@@ -345,32 +346,10 @@ def _extract(module: fx.GraphModule, piece: Piece) -> fx.GraphModule:
 def _reshape(graph: fx.Graph) -> None:
     """``view(x, shape)`` -> ``reshape(x, shape)``, where ``x`` is not written in place: what Inductor decomposes into
     other operators, such as softplus_backward, may have other strides, which ``view`` would refuse."""
-    written = {_root(one) for node in graph.nodes for one in _written(node)}
+    aliases = Aliases(graph)
     for node in graph.find_nodes(op="call_function", target=aten.view.default):
-        if _root(node) not in written:
+        if not aliases.writes.get(aliases.root(node)):
             node.target = aten.reshape.default
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """What ``node`` writes in place; all that it reads where its schema does not say."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        unknown = schema is None and node.op == "call_function" and node.target is not operator.getitem
-        return node.all_input_nodes if unknown else []
-    named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
-    given = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [leaf for leaf in compat.pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node``, a view or the result of a write in place, lies in."""
-    while node.op == "call_function" and isinstance(node.args[0] if node.args else None, fx.Node):
-        schema = getattr(node.target, "_schema", None)
-        views = node.target is operator.getitem if schema is None else any(r.alias_info for r in schema.returns)
-        if not views:
-            break
-        node = node.args[0]
-    return node
 
 
 def _with_calls(

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import argument, getitem_users
+from stepgraph.graph.facts import argument, getitem_users, set_argument
 from stepgraph.passes.attention.mask import Band, Masks
 from stepgraph.passes.attention.nodes import Attention, attention_of, odd_scale, take_place
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -70,8 +70,8 @@ class _Windowed(Attention):
         """Leave the mask out, and say ``is_causal`` instead."""
         for node in (self.forward, *self.backwards):
             mask = argument(node, "attn_bias")
-            _set(node, "attn_bias", None)
-            _set(node, "is_causal", self.band.is_causal)
+            set_argument(node, "attn_bias", None)
+            set_argument(node, "is_causal", self.band.is_causal)
             erase_unread(mask)
 
     def rewrite(self) -> None:
@@ -134,13 +134,3 @@ def _find(forward: fx.Node, masks: Masks) -> _Windowed | str:
 def _size(side: int | None) -> int:
     """A side of a window as the operator takes it."""
     return -1 if side is None else side
-
-
-def _set(node: fx.Node, name: str, value: object) -> None:
-    """Give the operator call ``value`` as its argument ``name``."""
-    names = [a.name for a in node.target._schema.arguments]
-    at = names.index(name)
-    if at < len(node.args):
-        node.update_arg(at, value)
-    else:
-        node.update_kwarg(name, value)

@@ -110,7 +110,7 @@ def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: Pass
         for gather, (made, readers) in plan:
             if gather.region == last:
                 continue
-            _gather_again(step.graph, gather, made, readers)
+            _gather_again(step.graph, made, readers)
             freed += tensor_bytes(gather.node)
             report.changed += 1
     report.summary = (
@@ -146,8 +146,8 @@ def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node
     return (made, sorted(readers)) if readers else None
 
 
-def _gather_again(graph: fx.Graph, gather: Collective, made: list[fx.Node], readers: list[fx.Node]) -> None:
-    """Copies of the gather and of what is made from it, for backward's readers."""
+def _gather_again(graph: fx.Graph, made: list[fx.Node], readers: list[fx.Node]) -> None:
+    """Copies of a gather and of what is ``made`` from it, for backward's readers."""
     read = [n for n in made if any(user in readers for user in n.users)]
     # What ranks also agreed on, such as the scales of fp8 weights, is kept.
     sources = set(read).union(*map(upstream, read))

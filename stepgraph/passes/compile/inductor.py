@@ -214,7 +214,7 @@ def _compile(
     step: StepGraph, pieces: list[Piece], config: dict[str, Any], options: InductorOptions, report: PassReport
 ) -> None:
     if options.dry_run:
-        note_pieces(step.module, pieces, config)
+        note_pieces(pieces, config)
         return
     ahead = Ahead([step.graph])
     try:

@@ -32,8 +32,8 @@ def shared(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return {product: taken for product, taken in found.items() if len(taken) > 1}
 
 
-def separate(product: fx.Node, taken: list[fx.Node]) -> list[fx.Node] | str:
-    """Make a product for each loss; their first softmaxes, or why nothing was done."""
+def separate(taken: list[fx.Node]) -> list[fx.Node] | str:
+    """Make a product for each loss of those ``taken``; their first softmaxes, or why nothing was done."""
     chains = [_chain(node) for node in taken]
     common = [node for node in chains[0] if all(node in chain for chain in chains)]  # from the fork up to the product
     fork = common[0]

@@ -105,7 +105,7 @@ def _apart(graph: fx.Graph, options: LossOptions, report: PassReport) -> str:
                 tried.append({product: taken})
             else:
                 report.notes.append(f"{product.name}, whose logits {len(taken)} losses read, stays one head: {reason}")
-    made = [len(apart.separate(product, taken)) for some in tried for product, taken in some.items()]
+    made = [len(apart.separate(taken)) for some in tried for taken in some.values()]
     return f"; {len(made)} heads made {sum(made)}, one for each of their losses" if made else ""
 
 
@@ -114,8 +114,8 @@ def _separable(graph: fx.Graph, several: dict[fx.Node, list[fx.Node]]) -> str | 
     copied: dict[fx.Node, fx.Node] = {}
     trial, firsts = fx.Graph(), []
     trial.output(trial.graph_copy(graph, copied))
-    for product, taken in several.items():
-        found = apart.separate(copied[product], [copied[node] for node in taken])
+    for taken in several.values():
+        found = apart.separate([copied[node] for node in taken])
         if isinstance(found, str):
             return found
         firsts += found

@@ -258,7 +258,7 @@ class Fit:
             if curve.max() <= limit:
                 break
             fullest = int(curve.argmax())
-            done = [move for move in chunk if self._apply(*move, fullest)]
+            done = [move for move in chunk if self._apply(*move[1:], fullest)]
             if done:
                 curve = self._settle(done, curve, limit)
                 self._note(curve)
@@ -275,7 +275,7 @@ class Fit:
             self._undo(last[1])
             shorter = self.curve()
             if shorter.max() > limit:
-                self._apply(*last, None)
+                self._apply(*last[1:], None)
                 return self.curve()
             curve = shorter
         return curve
@@ -324,7 +324,7 @@ class Fit:
             queue += self.plan.sources(node)
         return seconds
 
-    def _apply(self, order: tuple, root: fx.Node, way: str, fullest: int | None) -> bool:
+    def _apply(self, root: fx.Node, way: str, fullest: int | None) -> bool:
         """Give ``root`` up in this way, if that frees memory at the node ``fullest``."""
         first, _ = self.needs[root]
         if root in self.prices or (fullest is not None and not self.position[root] <= fullest):

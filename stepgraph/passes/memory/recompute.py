@@ -353,7 +353,7 @@ class Plan:
                 if not self._is_forward(source) or self.aliases.root(source) not in dropped:
                     continue
                 with graph.inserting_before(user):
-                    replacement, new = self._copy(source, dropped, copies, user)
+                    replacement, new = self._copy(source, dropped, copies)
                 added += new
                 user.replace_input_with(source, replacement)
         for node in reversed(self.nodes):
@@ -361,7 +361,7 @@ class Plan:
                 graph.erase_node(node)
         return added
 
-    def _copy(self, node: fx.Node, dropped: set, copies: dict[fx.Node, fx.Node], user: fx.Node) -> tuple[fx.Node, int]:
+    def _copy(self, node: fx.Node, dropped: set, copies: dict[fx.Node, fx.Node]) -> tuple[fx.Node, int]:
         """A copy of ``node`` at the insertion point, its dropped sources copied first. Iterative: chains are long."""
         added, stack = 0, [node]
         while stack:

@@ -185,7 +185,7 @@ class Composite:
 
     def _backward(self, found: Found) -> Values | None:
         """Find the gradients; what was read on the way, or None."""
-        for dy in self._candidates(found):
+        for dy in self._candidates():
             values = self.values.with_gradient(dy)
             read = values.spread([dy, *self.dependent])
             gradient = self._gradient(found, values, dy, read)
@@ -194,7 +194,7 @@ class Composite:
                 return values
         return None
 
-    def _candidates(self, found: Found) -> list[fx.Node]:
+    def _candidates(self) -> list[fx.Node]:
         """Tensors that may be the gradient of y: what intermediate results are multiplied with in backward."""
         inner = [n for n in self.values.known if n.op == "call_function" and n is not self.x]
         candidates: dict[fx.Node, None] = {}

@@ -67,7 +67,6 @@ def test_llama(tools):
     report = report_of(step)
     assert report.changed > 50 and report.compile_s > 0
     assert "compiled piece" in report.summary and f"compile {report.compile_s:.2f} s" in report.line()
-    assert report.apply_s < report.compile_s  # the second compilation is served by Inductor's cache, and still slower
 
 
 def test_equal_blocks_share_what_was_compiled(tools):
