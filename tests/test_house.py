@@ -31,7 +31,7 @@ ROOMS = (
         "parallel",
         "capture",
     ),
-    *("costs", "graph", "inductor", "models", "kernels", "compat", "regions", "cache", "options", "errors"),
+    *("costs", "inductor", "graph", "models", "kernels", "compat", "regions", "cache", "options", "errors"),
 )
 #: What torch has no public name for and keeps from version to version: the foreach functions, and the classes of what
 #: a node of a graph calls. Operators (``torch.ops.aten._to_copy``) are public by their schema.
