@@ -19,13 +19,15 @@ from stepgraph.passes.norm.values import Values, before_widening, is_copy, value
 
 aten = torch.ops.aten
 
-ROOTS = (aten.rsqrt, aten.sqrt, aten.pow)
+ROOTS = (aten.rsqrt, aten.sqrt, aten.pow, aten.linalg_vector_norm)
 
 
 def normalized(root: fx.Node) -> fx.Node | None:
     """The tensor whose mean square is under the ``root``, before casts; None if there is nothing of the kind."""
     if packet(root) is aten.pow and root.args[1] not in (0.5, -0.5):
         return None
+    if packet(root) is aten.linalg_vector_norm:
+        return _with_rows(root.args[0])
     queue = [root.args[0]]
     for node in queue:
         if len(queue) > 16 or not isinstance(node, fx.Node) or node.op != "call_function":
@@ -50,6 +52,11 @@ def _squared(reduction: fx.Node) -> fx.Node | None:
         node = node.args[0]
         if packet(node) is aten.sub:
             node = node.args[0]
+    return _with_rows(node)
+
+
+def _with_rows(node: fx.Node) -> fx.Node | None:
+    """``node`` before casts, if its rows have more than one element."""
     node = before_widening(node)
     return node if value_of(node).ndim and value_of(node).shape[-1] > 1 else None
 
@@ -103,16 +110,20 @@ class Composite:
     # Forward
 
     def _forward(self) -> Found | Refused:
-        under = self.values.get(self.root.args[0])
+        length = packet(self.root) is aten.linalg_vector_norm
+        under = self.values.get(self.root if length else self.root.args[0])
         if under is None:
             return Refused(self.root, "what is under the root is not a mean square of rows")
-        xhat, eps, kind = self._of_statistics(under)
+        under = algebra.power(under, 2) if length else under
+        rstd, xhat, eps, kind = self._of_statistics(under)
         if xhat is None:
             return Refused(self.root, "what is under the root is not a mean square of rows plus eps")
-        self.xhat, self.rstd = xhat, algebra.power(under, -0.5)
+        self.xhat, self.rstd = xhat, rstd
         self.values.under = under
         self.values.get(self.root)
         self.dependent = [self.root, *self.values.spread([self.root])]
+        if self.values.least:  # a length that is no less than this; next to it, an eps under the root is not seen
+            eps += self.values.least**2 / value_of(self.x).shape[-1]
         best, outputs, covered, affine = -1, [], set(), None
         for node in self.dependent:
             given = self._affine(self.values.known[node]) if self.values.is_full(node) else None
@@ -138,20 +149,24 @@ class Composite:
             form += ", cast before the weight"
         return Found(form, kind, eps, self.x, weight, bias, offset, outputs, self.root)
 
-    def _of_statistics(self, under: Polynomial) -> tuple[Polynomial | None, float, str]:
-        """``(xhat, eps, kind)`` where ``under`` is variance or mean square plus eps."""
+    def _of_statistics(self, under: Polynomial) -> tuple[Polynomial | None, Polynomial | None, float, str]:
+        """``(rstd, xhat, eps, kind)`` where ``under`` is a multiple of variance or mean square plus eps."""
         x = algebra.factor("full", self.x)
-        eps = under.get(algebra.ONE, 0.0)
         mean, squares = algebra.row_mean(x), algebra.row_mean(algebra.power(x, 2))
+        times = under.get(next(iter(squares)), 0.0)
+        eps = under.get(algebra.ONE, 0.0) / times if times > 0 else -1.0
         if eps < 0:
-            return None, eps, ""
+            return None, None, eps, ""
+        rstd = algebra.multiply(algebra.power(under, -0.5), algebra.constant(times**0.5))
         for kind, centered, moment in (
             ("rms", x, squares),
             ("layer", algebra.add(x, mean, -1.0), algebra.add(squares, algebra.power(mean, 2), -1.0)),
         ):
-            if algebra.same(under, algebra.add(moment, algebra.constant(eps))):
-                return algebra.multiply(centered, algebra.power(under, -0.5)), eps, kind
-        return None, eps, ""
+            if algebra.same(
+                under, algebra.multiply(algebra.add(moment, algebra.constant(eps)), algebra.constant(times))
+            ):
+                return rstd, algebra.multiply(centered, rstd), eps, kind
+        return None, None, eps, ""
 
     def _affine(self, given: Polynomial) -> tuple[fx.Node | None, float, fx.Node | None] | None:
         """``(weight, offset, bias)`` if ``given`` is ``xhat * (weight + offset) + bias``."""

@@ -19,6 +19,9 @@ aten = torch.ops.aten
 #: How far from known nodes an operand may lie. The longest way seen, in a hand-written layer norm's backward, is 6.
 _REACH = 10
 
+#: Rows are not shorter than this: so ``F.normalize`` guards its division, by 1e-12.
+_NO_LENGTH = 1e-6
+
 _COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias, aten.contiguous}
 _VIEWS = {aten.view, aten._unsafe_view, aten.expand, aten.unsqueeze, aten.squeeze, aten.reshape}
 
@@ -46,7 +49,8 @@ class Values:
     """Polynomials of the nodes around the tensor ``x``, shape (..., N).
 
     ``known``: node -> polynomial. ``sums``: node -> (polynomial, the foreign tensor of the shape of x that is added to
-    it), as the gradient that comes in from the residual stream is. ``under``: what is under the norm's root.
+    it), as the gradient that comes in from the residual stream is. ``under``: what is under the norm's root. ``least``:
+    what the root was found to be clamped to; 0 for nothing.
 
     How far is read does not grow with the graph, however many norms follow each other: a root of anything else than
     ``under`` is foreign, and a sum with a foreign tensor is read only into copies and further sums of known terms.
@@ -58,6 +62,7 @@ class Values:
         self.known: dict[fx.Node, Polynomial] = {node: algebra.factor("full", x) for node in (x, *copies)}
         self.sums: dict[fx.Node, tuple[Polynomial, fx.Node]] = {}
         self.under: Polynomial | None = None
+        self.least = 0.0
         self._without_last: set[fx.Node] = set()
         self._foreign: dict[fx.Node, int] = {}  # and how far was looked
         self._reads_sums = False
@@ -275,6 +280,62 @@ def _div(values: Values, node: fx.Node, reach: int) -> Polynomial:
     return algebra.multiply(a, values.power(b, -1.0))
 
 
+def _length(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    """The length of each row: the root of the sum of its squares."""
+    order, dims, keep = (*node.args[1:], *(2, None, False)[len(node.args) - 1 :])
+    shape = value_of(node.args[0]).shape
+    if order != 2 or dims not in ([-1], [len(shape) - 1]) or node.kwargs or shape != values.shape:
+        raise NotAlgebra
+    squares = algebra.row_mean(algebra.power(values.operand(node.args[0], reach), 2))
+    if not keep:
+        values._without_last.add(node)
+    return values.power(algebra.multiply(squares, algebra.constant(shape[-1])), 0.5)
+
+
+def _root(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    """The norm's root, which an operator compares with a number."""
+    (root,) = values.elementwise(node, node.args[:1], reach)
+    if values.under is None or not algebra.same(root, values.power(values.under, 0.5)) or len(node.args) != 2:
+        raise NotAlgebra
+    return root
+
+
+def _clamped(values: Values, node: fx.Node, reach: int) -> Polynomial:
+    """The root where it is no less than a number that no row is near to."""
+    root, least = _root(values, node, reach), node.args[1]
+    if node.kwargs or not isinstance(least, float) or not 0 < least <= _NO_LENGTH:
+        raise NotAlgebra
+    values.least = max(values.least, least)
+    return root
+
+
+def _mask(by: float, most: float) -> Rule:
+    """Whether the root is not 0, or is: true or false, as ``by`` is 1 or 0, but for rows that no model has."""
+
+    def rule(values: Values, node: fx.Node, reach: int) -> Polynomial:
+        _root(values, node, reach)
+        if not 0 <= node.args[1] <= most:
+            raise NotAlgebra
+        return algebra.constant(by)
+
+    return rule
+
+
+def _masked(value: int, mask: int, zero: int, kept: float) -> Rule:
+    """The argument ``value`` where ``mask`` is as it is in all rows, and 0 elsewhere."""
+
+    def rule(values: Values, node: fx.Node, reach: int) -> Polynomial:
+        a, condition = values.elementwise(node, (node.args[value], node.args[mask]), reach)
+        other = node.args[zero]
+        if isinstance(other, fx.Node) and other.target is aten.scalar_tensor.default:
+            other = other.args[0]
+        if isinstance(other, fx.Node) or other != 0 or condition != algebra.constant(kept):
+            raise NotAlgebra
+        return a
+
+    return rule
+
+
 def _power(exponent: float | None = None) -> Rule:
     def rule(values: Values, node: fx.Node, reach: int) -> Polynomial:
         (a,) = values.elementwise(node, node.args[:1], reach)
@@ -340,6 +401,14 @@ _RULES: dict[object, Rule] = {
     aten.sqrt: _power(0.5),
     aten.rsqrt: _power(-0.5),
     aten.reciprocal: _power(-1.0),
+    aten.linalg_vector_norm: _length,
+    aten.clamp_min: _clamped,
+    aten.clamp: _clamped,
+    aten.ge: _mask(1.0, _NO_LENGTH),
+    aten.eq: _mask(0.0, 0.0),
+    aten.where: _masked(1, 0, 2, 1.0),
+    aten.masked_fill: _masked(0, 1, 2, 0.0),
+    aten.masked_fill_: _in_place(_masked(0, 1, 2, 0.0)),
     aten.neg: _neg,
     aten.mean: lambda values, node, reach: values.reduced(node, reach, mean=True),
     aten.sum: lambda values, node, reach: values.reduced(node, reach, mean=False),

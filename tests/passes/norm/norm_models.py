@@ -69,6 +69,17 @@ def rms_without_eps(x, w, b):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
 
 
+def rms_by_normalize(x, w, b):
+    return F.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * w
+
+
+def rms_by_length(x, w, b):
+    """In a wider dtype, and with a weight that is stored as a difference."""
+    wide = x.float()
+    length = wide.norm(dim=-1, keepdim=True).clamp(min=1e-8)
+    return (wide / (length * x.shape[-1] ** -0.5)).to(x.dtype) * (1 + w)
+
+
 def rms_of_an_exponential_weight(x, w, b):
     return rms_plain(x, w.exp(), b)
 
@@ -140,6 +151,8 @@ WRITTEN: dict[str, tuple[Callable, tuple[int, ...], str, int]] = {
     "of a sum": (rms_of_a_sum, (WIDTH,), "composite rms", 1),
     "without keepdim": (rms_without_keepdim, (WIDTH,), "composite rms", 1),
     "without eps": (rms_without_eps, (WIDTH,), "composite rms", 1),
+    "normalize": (rms_by_normalize, (WIDTH,), "composite rms", 1),
+    "length": (rms_by_length, (WIDTH,), "composite rms, weight + 1", 1),
     "exponential weight": (rms_of_an_exponential_weight, (WIDTH,), "composite rms", 1),
     "twice": (rms_twice, (WIDTH,), "composite rms", 2),
     "llama twice": (llama_twice, (WIDTH,), "composite rms", 2),
@@ -193,13 +206,31 @@ def fourth_power(x, w, b):
     return x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5) * w
 
 
+def clamped_far_from_zero(x, w, b):
+    return x / x.norm(dim=-1, keepdim=True).clamp(min=0.5) * x.shape[-1] ** 0.5 * w
+
+
+def length_by_absolute_values(x, w, b):
+    return F.normalize(x, p=1, dim=-1) * x.shape[-1] ** 0.5 * w
+
+
+def masked_by_the_length(x, w, b):
+    length = x.norm(dim=-1, keepdim=True)
+    return torch.where(length >= 5.0, x / length * x.shape[-1] ** 0.5, 0.0) * w
+
+
+def unit_length(x, w, b):
+    return F.normalize(x, dim=-1) * w
+
+
 def sum_of_squares(x, w, b):
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5) * w
 
 
 DECOYS = (
     over_tokens, eps_outside, unbiased, not_centered, half_of_the_row, no_gradient_through_the_statistics,
-    statistics_read, before_the_weight_read, fourth_power, sum_of_squares,
+    statistics_read, before_the_weight_read, fourth_power, sum_of_squares, clamped_far_from_zero,
+    length_by_absolute_values, masked_by_the_length, unit_length,
 )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The norm pass on a CPU, where our operators are their reference: what is found, and what it computes."""
 
+import copy
 import functools
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import stepgraph
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import configured, get, run_passes
 from tests.passes.norm import norm_models
@@ -202,6 +204,26 @@ def test_after_recomputation(tools, name, memory):
     step = check(model, hugging_face_loss, tools.tokens()[0], passes)
     assert not count(step, aten.rsqrt) and report_of(step).changed == report_of(step).matched
     assert report_of(step).matched > (5 if name == "Llama" else 13)
+
+
+def test_rows_of_zeros_by_normalize():
+    """``F.normalize`` divides them by its least length, 1e-12: loss and gradient are eager's."""
+    torch.manual_seed(0)
+    model = ByFunction(lambda x, w, b: F.normalize(x, dim=-1) * 8.0 * w, (64,))
+    model.x = nn.Parameter(torch.randn(2, 3, 64).index_fill_(1, torch.tensor(1), 0.0))
+    twin = copy.deepcopy(model)
+
+    def loss_fn(model, batch):
+        return (model(model.x) * batch).sum()
+
+    batch = torch.randn(2, 3, 64)
+    step = stepgraph.capture(model, loss_fn, batch, passes=configured(norm="kernel", inductor="off"))
+    assert any(report.name == "fuse_norm" and report.changed == 1 for report in step.report)
+    loss = loss_fn(twin, batch)
+    loss.backward()
+    torch.testing.assert_close(step(batch), loss.detach())
+    assert twin.x.grad[:, 1].abs().max() > 1e12
+    torch.testing.assert_close(model.x.grad, twin.x.grad)
 
 
 def test_rows_that_need_no_gradient():
