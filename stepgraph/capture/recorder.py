@@ -385,7 +385,7 @@ class Recorder:
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
             if self._apart and in_order:
-                for leaf in [one for one, _ in node.next_functions if one and hasattr(one, "variable")]:
+                for leaf in [one for one, _ in node.next_functions if id(getattr(one, "variable", None)) in known]:
                     uses[leaf].append(node._sequence_nr())
         for leaf, numbers in uses.items():
             if not self._is_in_order(sorted(numbers, reverse=True), in_order > 1):
