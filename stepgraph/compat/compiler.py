@@ -32,7 +32,7 @@ def inductor_compile(
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
-    from torch._inductor import config, cpu_vec_isa, standalone_compile
+    from torch._inductor import config, cpu_vec_isa, graph, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
@@ -44,6 +44,7 @@ def inductor_compile(
         with (
             kernels_together(),
             replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
+            replaced(graph, get_layout_constraint_tag=functools.partial(_layout, graph.get_layout_constraint_tag)),
             replaced(
                 cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
             ),
@@ -65,6 +66,15 @@ def inductor_compile(
     kept._compiled_fn = None  # else each would keep the other
     setattr(function, _ARTIFACT, kept)
     return function
+
+
+def _layout(tag_of: Callable[..., Any], operator: torch._ops.OpOverload, *, with_default: bool = True) -> Any:
+    """The layout of arguments of an operator that Inductor has no code for, as torch's ``tag_of`` says, but contiguous
+    for torch's own that ask for none: kernels of backward may misread another. Inductor knows that (pytorch #140452)
+    of graphs that are backward alone, and a captured step is one graph."""
+    tag = tag_of(operator, with_default=with_default)
+    free = tag == torch.Tag.flexible_layout and tag not in operator.tags and not operator._schema.is_mutable
+    return torch.Tag.needs_contiguous_strides if free else tag
 
 
 def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
