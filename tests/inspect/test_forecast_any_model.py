@@ -231,6 +231,35 @@ def test_a_batch_size_that_the_model_refuses_is_said():
     assert found.largest_batch is None and "cannot be traced" in found.batch_note
 
 
+class Recognizer(nn.Module):
+    """Sounds to letters, as Wav2Vec2 has it: labels are compared and their longest is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.out = nn.Linear(8, 2048), nn.Linear(2048, 12)
+
+    def forward(self, x, labels):
+        if labels.max() >= 12:
+            raise ValueError("labels beyond the vocabulary")
+        lengths, longest = (labels > 0).sum(1), int((labels > 0).sum(1).max())
+        logs = self.out(self.up(x).tanh()).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(logs, labels[:, :longest], torch.full_like(lengths, x.shape[1]), lengths)
+
+
+def test_integers_of_the_batch_may_be_read():
+    """They keep their values, and repeat in larger batches; a batch that the model refuses is refused."""
+    batch = {"x": torch.randn(4, 400, 8), "labels": torch.randint(1, 12, (4, 6))}
+    batch["labels"][1, 3:] = 0
+
+    def loss_fn(model, batch):
+        return model(**batch)
+
+    found = stepgraph.forecast(Recognizer(), loss_fn, batch)
+    assert found.batch_size == 4 and found.largest_batch > 4
+    with pytest.raises(ValueError, match="beyond the vocabulary"):
+        stepgraph.forecast(Recognizer(), loss_fn, batch | {"labels": batch["labels"] + 7})
+
+
 def test_a_step_that_cannot_fit():
     model = Tower(64, 1)
     batch = {"x": torch.empty(1, 2**30, 64, device="meta")}

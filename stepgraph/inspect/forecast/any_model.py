@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from stepgraph import compat
 from stepgraph.capture import checks, flatten_batch
-from stepgraph.capture.batch import batch_sizes, first_places, rebuilt
+from stepgraph.capture.batch import batch_sizes, first_places, has_values, rebuilt
 from stepgraph.capture.fake import fake_mode
 from stepgraph.capture.inputs import fake
 from stepgraph.capture.optimizer import Update
@@ -174,8 +174,8 @@ def forecast(
 
     Args:
         model: any ``nn.Module``, on a CPU, on a GPU, or on the meta device (where it takes no memory).
-        loss_fn, batch, optimizer, max_grad_norm, accumulate: as in `stepgraph.capture`. Only the form of the batch
-            counts. A batch size is the first dimension that all tensors of the batch share.
+        loss_fn, batch, optimizer, max_grad_norm, accumulate: as in `stepgraph.capture`. Of the batch count its form,
+            and integers that Python reads. A batch size is the first dimension that all tensors of the batch share.
         device: ``"h100"``, ``"h200"`` or ``"b200"``.
         passes: ``"exact"``, ``"default"``, or a ``stepgraph.StepOptions``.
 
@@ -462,16 +462,23 @@ def _fake_batch(mode: compat.FakeTensorMode, batch: Any, home: torch.device) -> 
     leaves, structure = flatten_batch(batch)
     made = list(leaves)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not _has_counts(leaf):
             made[i] = fake(mode, leaf.detach(), home).requires_grad_(leaf.requires_grad)
     return rebuilt(batch, [made[i] for i in first_places(leaves)], structure)
 
 
+def _has_counts(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds integers that Python may read, such as the lengths of labels."""
+    return has_values(tensor) and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+
+
 def _resized(batch: Any, rows: int) -> Any:
-    """``batch``, which is fake, with ``rows`` in the first dimension of its tensors."""
+    """``batch`` with ``rows`` in the first dimension of its tensors; integers are repeated."""
     leaves, structure = flatten_batch(batch)
     made = [
-        leaf.new_empty((rows, *leaf.shape[1:])).requires_grad_(leaf.requires_grad)
+        leaf[torch.arange(rows, device=leaf.device) % len(leaf)]
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and _has_counts(leaf)
+        else leaf.new_empty((rows, *leaf.shape[1:])).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, torch.Tensor) and leaf.ndim
         else leaf
         for leaf in leaves
