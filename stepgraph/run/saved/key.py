@@ -186,6 +186,6 @@ def _plain(value: Any, where: str) -> Any:
     """``value``, if its ``repr`` says all of it. Raises `NotSavable`."""
     if isinstance(value, tuple | list):
         return [_plain(item, where) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return value
     raise NotSavable(f"the option {where}={value!r} has no saved form")

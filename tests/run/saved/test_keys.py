@@ -205,6 +205,11 @@ def test_a_pass_from_outside_is_not_saved(tmp_path, monkeypatch):
         assert not step.saved.loaded and step.saved.kept is None and "of_the_test" in step.saved.notes[0]
 
 
+def test_every_pass_of_ours_has_a_key():
+    """One that had none would leave every step that it is part of unsaved."""
+    assert key.pass_facts(list(PASSES.values())).keys() == {"order", *PASSES}
+
+
 def test_an_option_without_a_text_of_its_own_is_refused():
     memory = PASSES["overlap_experts"].with_options(memory=torch.tensor(0.1))
     with pytest.raises(NotSavable, match=r"overlap_experts.memory"):
