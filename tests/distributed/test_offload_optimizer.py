@@ -59,7 +59,6 @@ def _check_pipeline(folder):
         local = [t.to_local() if hasattr(t, "to_local") else t for t in (*losses, *held.values(), *state)]
         moved = [node for node in step.graphs["update"].graph.nodes if node.target is STORE_BEGIN]
         found.append((local, len(moved), len(held), step.saved.loaded))
-        assert ("prefetch" in step.graphs) == bool(moved)
     for local, *_ in found[1:]:
         assert all(map(torch.equal, found[0][0], local))
     assert [moved / count for _, moved, count, _ in found[:3]] == [0, 2, 2]

@@ -218,7 +218,7 @@ def test_a_compiled_whole_step_of_two_processes_of_one_gpu():
 
 
 def _offloaded(mesh):
-    """Optimizer state on the host: its first copies begin before the last calls of the one CUDA graph."""
+    """Optimizer state on the host, copied inside the one CUDA graph."""
     found = []
     with mock.patch.object(StageGraphs, "_share_loss", _own_loss):
         for offload in (False, True):
@@ -230,8 +230,6 @@ def _offloaded(mesh):
             for i in range(4):
                 step(batch_of(i))
             assert step.program.recorded_whole and step._current.runner.whole.graph is not None
-            # The last stage, whose step has its peak where the loss is, has no room.
-            assert ("prefetch" in step.graphs) == (offload and mesh.place("pp") == 0)
             held = parallel.held_parameters(model).values()
             found.append([(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in held])
             ends(mesh)

@@ -198,7 +198,8 @@ from torch import nn
 from stepgraph.passes import get
 
 for mode in sys.argv[1:]:
-    passes = ["tag_regions", get("inductor", mode=mode)]
+    name, *autotune = mode.split(",")
+    passes = ["tag_regions", get("inductor", mode=name, max_autotune=bool(autotune))]
     batch = torch.randn(8, 16)
     step = stepgraph.capture(nn.RMSNorm(16), lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     step(batch)

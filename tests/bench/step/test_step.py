@@ -5,13 +5,16 @@ import importlib.metadata
 import json
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+import stepgraph
 from stepgraph import bench
 from stepgraph.bench import results
 from stepgraph.bench.harness import LEARNING_RATE, EagerStep
+from stepgraph.bench.model import child as model_child
 from stepgraph.bench.rows import Row
 from stepgraph.bench.step import child
 from stepgraph.bench.step import command as step
@@ -184,6 +187,20 @@ def test_a_provider_of_its_name_changes_one_option(name, option, value, monkeypa
     child.PROVIDERS[name](None)
     assert given == [{option: value}]
     check_step(dataclasses.replace(StepOptions(), **given[0]))
+
+
+@pytest.mark.parametrize("providers", [child.PROVIDERS, model_child.PROVIDERS], ids=["step", "model"])
+def test_every_provider_of_ours_has_options_that_passes_take(providers, monkeypatch):
+    given = []
+    monkeypatch.setattr(stepgraph, "capture", lambda *_, passes, **__: given.append(passes) or mock.Mock(report=[]))
+    (config,), _ = step.parse_step(["llama3-debug", *TINY])
+    parts = child.make_parts(config, torch.device("cpu"))
+    ours = [name for name in providers if name.startswith("stepgraph")]
+    for name in ours:
+        providers[name](parts)
+    assert len(given) == len(ours) and all(given)
+    tuned = next(p for p in given[ours.index("stepgraph-max-autotune")] if p.name == "inductor")
+    assert tuned.options.max_autotune
 
 
 def test_presets_bring_their_own_sizes():
