@@ -110,7 +110,7 @@ class Reading:
             return {(node.args[0],): 1.0} if _is_of_row(node.args[0]) else None
         if is_cast(node) or target in (*SAME, aten.clone.default) or (target in RESHAPES and _keeps_width(node)):
             return self(node.args[0])
-        if node.kwargs or len(node.args) > 2:
+        if node.kwargs or len(node.args) not in (1, 2):
             return None
         args = [self(a) if isinstance(a, fx.Node) else {(): float(a)} if isinstance(a, (int, float)) else None
                 for a in node.args]  # fmt: skip

@@ -485,6 +485,12 @@ def likeliest(pair, ids):
     ).mean()
 
 
+def weighted_by_an_input(pair, ids):
+    """What is multiplied is a tensor of the step, made by no operator."""
+    logs = pair.policy(ids).log_softmax(-1)
+    return (pair.reference.out.bias * logs).sum(-1).mean() - logs.gather(-1, ids.unsqueeze(-1)).mean()
+
+
 LEFT = [likeliest, chosen_by_entropy, read_elsewhere, top, several, no_product, squared]
 
 
@@ -499,6 +505,14 @@ def test_left_as_it_is(loss_fn):
     torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
         torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_with_an_input_of_the_step_is_left():
+    model, ids = Pair(bias=True), ids_of()
+    expected, *_ = gradients(model, weighted_by_an_input, ids, None)
+    loss, *_, report = gradients(model, weighted_by_an_input, ids, [FUSE])
+    assert report.changed == 0 and len(report.notes) == 1
+    torch.testing.assert_close(loss, expected)
 
 
 def test_two_heads_that_both_learn_are_left():
