@@ -99,8 +99,8 @@ _VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_no
 
 
 class EagerFormulas(TorchFunctionMode):
-    """Inside, ``prod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's gradients, and calls
-    the checks of `stepgraph.capture.formulas`.
+    """Inside, ``prod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's gradients, and
+    `check_call` records eager's checks.
 
     ``is_known``: whether a mask's values are known, and with them how many elements it selects. ``is_literal``: whether
     they follow from literals. ``look``: called before each function. ``instead``: what gives its result, or None.

@@ -4,11 +4,10 @@ The optimizer's writes heed the flag themselves (see `Skip`), so that what they 
 forward writes in place, buffers above all, is kept from before the step in inputs of kind ``before``, and written back
 at the end of a step that is left out. Nothing of this waits for the host. With no condition the guard adds no node.
 
-Conditions that a step's update depends on, as code inside forward states them.
-
-A *ratio* is an fp64 scalar that the graph computes: of what the step needs to what it has. Above 1 the condition is
-*exceeded* and the step's update is left out. A condition may be able to *grow*: a function that the host calls with the
-ratio before it captures and runs the same step again. Otherwise the step is left out for good.
+Code inside forward states further conditions by `require`. A *ratio* is an fp64 scalar that the graph computes: of what
+the step needs to what it has. Above 1 the condition is *exceeded* and the step's update is left out. A condition may be
+able to *grow*: a function that the host calls with the ratio before it captures and runs the same step again. Otherwise
+the step is left out for good.
 """
 
 import contextlib

@@ -6,9 +6,8 @@ is noted when the forward operator runs and looked up when the node's backward d
 sums several gradients of one tensor run after the node that produced the last of them, and keep its provenance. A
 collective that runs where autograd works on what forward made from one parameter alone reduces its gradient.
 
-Calls of ``torch.utils.checkpoint`` that a captured step runs twice, as eager does.
-
-Eager runs a checkpointed function again in backward, on what its tensors hold then. Where that is what they held in
+It also decides which calls of ``torch.utils.checkpoint`` a captured step runs twice. Eager runs a checkpointed function
+again in backward, on what its tensors hold then. Where that is what they held in
 forward, and nothing is written, the second run changes no bit: the graph has one run, and a pass may recompute its
 results. Any other call, such as one with a BatchNorm or a counter, is traced twice, with the same random numbers.
 """
@@ -178,7 +177,7 @@ def user_source(error: BaseException) -> str:
 class Recorder:
     """Attributes every node of a graph as a trace creates it. One per trace.
 
-    ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `stepgraph.capture.recorder`.
+    ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `calls_to_repeat`.
     ``is_known``: whether the values of a tensor are known, and ``is_literal``, whether they follow from literals, see
     `stepgraph.capture.known`. ``reducing``: collectives of gradients -> the parameter's placeholder.
     """

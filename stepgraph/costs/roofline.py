@@ -22,9 +22,6 @@ from stepgraph.graph.host_copies import COPIES
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
 
-# Groups of nodes that a compiler fuses into one kernel: values inside one cost no memory and no traffic.
-
-
 aten = torch.ops.aten
 
 #: Operators, apart from pointwise ones, that a generated kernel computes with what surrounds them.

@@ -29,8 +29,6 @@ from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_pro
 from stepgraph.graph.step_graph import InputSpec, Kind, StepGraph
 from stepgraph.graph.values import Accumulator, BatchLeaf, Buffer, Input, Output, Parameter, Ratio, Value
 
-# Takes a graph out of another one: some of its nodes, with what they read from outside as named values
-
 
 def extract(
     step: StepGraph,

@@ -16,8 +16,6 @@ from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.report import PassReport
 from stepgraph.graph.values import Input, Output, Value
 
-# The calls of a program's schedule
-
 
 class Kind(StrEnum):
     """What a call does."""

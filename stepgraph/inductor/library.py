@@ -23,9 +23,6 @@ from torch import fx
 
 from stepgraph import compat
 
-# A piece of a graph compiled by Inductor, as a module that frees its arguments while it runs
-
-
 #: ``NAME = async_compile.triton('NAME', '''TEXT''', ...)``, or ``cpp_pybinding([...], r'''TEXT''')``.
 _DEFINED = re.compile(r"^(\w+) = async_compile\.(\w+)\(.*?r?'''\n(.*?)\n'''", re.MULTILINE | re.DOTALL)
 #: Above the lines that it explains: which nodes of the graph they come from.

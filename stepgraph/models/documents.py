@@ -1,10 +1,10 @@
-"""Attention within the documents of a packed row, given by the positions of its tokens.
+"""Attention within the documents of a packed row, given by the positions of its tokens; also over ranks.
 
 ``positions`` (B, T) int64 begin at 0 with each document, and a row begins with one: query ``i`` sees the keys
 ``i - positions[i]`` to ``i``. So they alone are enough, for masks and for rotations.
 
-And what a model asks of ranks that share sequences: a decoder has the attribute ``context`` and so has each of its
-attentions; `stepgraph.parallel.parallelize` sets both. Each rank then works on its own tokens; attention sees all.
+Where ranks share sequences, `stepgraph.parallel.parallelize` sets ``context``, a `Context`, of a decoder and of each of
+its attentions. Each rank then works on its own tokens; attention sees all.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ HIDDEN = torch.finfo(torch.float16).min
 def document_mask(
     positions: torch.Tensor, dtype: torch.dtype, place: torch.Tensor | None = None, keys: int | None = None
 ) -> torch.Tensor:
-    """What is added to the scores (B, H, T, T): 0 where a query sees a key, else what leaves it no weight; (B, 1, T, T)
+    """(B, 1, T, T), added to the scores (B, H, T, T): 0 where a query sees a key, else what leaves it no weight.
+
     With ``place`` (t,): of queries that are the tokens there of ``keys`` tokens, with ``positions`` (B, t).
 
     It takes ``B * T * T`` elements once, for all layers and heads: made in the dtype that attention computes in, which

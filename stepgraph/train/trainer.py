@@ -618,12 +618,13 @@ class Run:
         names = [name for name in _RECORDS if (path / name).exists()]
         self.say(f"records in {path}: {', '.join(names)}" if names else f"no records in {path}")
         if self.saving.saved_step is not None and (path / "checkpoints").exists():
-            self.say(f'sample  stepgraph sample {path} --prompt "..."')
+            self.say(f'sample  stepgraph sample {path} {"--chat " * self.chat}--prompt "..."')
             if family_of(self.config.model).hugging_face is not None:
                 self.say(f"export  stepgraph export {path} --out FOLDER")
             epochs = self.config.epochs
             more = f" --steps {2 * self.step}" if epochs is None else f" --epochs {2 * epochs:g}"
             more = more if self.step == self.config.steps else ""
+            more += " --export-hf NEW_FOLDER" if status == "finished" and export is not None else ""
             self.say(f"resume  stepgraph train --resume {path}{more}")
 
     def summarize(self, status: str, error: str | None) -> Summary:

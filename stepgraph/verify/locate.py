@@ -7,7 +7,6 @@ the passes are added one by one, each time to a copy of that graph, until a resu
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,8 +138,8 @@ def _attempt(
 
     What a compiler made of a graph is run as it is, and its nodes have no results.
     """
-    program = rewrite(copied(traced.program), replace(case.spec, passes=passes, disable=()))
-    bound = BoundStep(replace(traced, program=program), case.bound.update, Session(), Memory())
+    program = rewrite(copied(traced.program), dataclasses.replace(case.spec, passes=passes, disable=()))
+    bound = BoundStep(dataclasses.replace(traced, program=program), case.bound.update, Session(), Memory())
     plain = {name: g.module for name, g in program.graphs.items() if g.executable is g.module and g.recording is None}
     watched = {name: NodeResults(module) for name, module in plain.items()}
     bound.runner.runners.update(watched)

@@ -1,4 +1,4 @@
-"""The state that a training step changes: read, kept on the host, and put back in place.
+"""The state that a training step changes: read, kept on the host, put back in place, and compared after two runs.
 
 Captured steps and CUDA graphs write into fixed memory, so tensors get their values back where they lie, and modules
 and optimizers hold the same objects as before.
@@ -183,8 +183,8 @@ class VerifyReport:
 
 
 def _plural(kind: str, n: int) -> str:
-    names = {"batch": "tensors of the batch", "optimizer": "tensors of the optimizer"}
-    return names.get(kind) or (kind if n == 1 else f"{kind}s")
+    what = f"tensor{'s' * (n != 1)} of the {kind}"
+    return what if kind in ("batch", "optimizer") else kind + "s" * (n != 1)
 
 
 def differences(eager: dict[Key, torch.Tensor], captured: dict[Key, torch.Tensor]) -> list[Difference]:

@@ -13,18 +13,19 @@ import torch
 from stepgraph.errors import CaptureError
 from stepgraph.kernels.optimizer import add_scaled as add_on_cpu
 
+Tensor = torch.Tensor
 HALF = (torch.bfloat16, torch.float16)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: Tensor) -> Tensor:
     """``x`` in the dtype that operators on it compute in."""
     return x.float() if x.dtype in HALF else x
 
 
-def _binary(operation: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable:
+def _binary(operation: Callable[[Tensor, Any], Tensor]) -> Callable:
     """An operation of a tensor and a scalar tensor, as of a tensor and a number."""
 
-    def run(x: torch.Tensor, y: Any) -> torch.Tensor:
+    def run(x: Tensor, y: Any) -> Tensor:
         if x.ndim == 0:  # two tensors without dimensions would promote to fp64
             return run(x.view(1), y).view(())
         if x.is_cuda and x.dtype in HALF:  # a CUDA operator would round the number to half precision
@@ -39,15 +40,15 @@ _plus, _minus = _binary(torch.add), _binary(torch.sub)
 _from = _binary(lambda x, y: torch.sub(y, x))
 
 
-def scaled(x: torch.Tensor, factor: torch.Tensor | float, foreach: bool | None = False) -> torch.Tensor:
+def scaled(x: Tensor, factor: Tensor | float, foreach: bool | None = False) -> Tensor:
     """``x * number``. ``foreach``: as ``torch._foreach_mul_``, which on a CPU rounds the number to half precision."""
     if foreach and x.dtype in HALF and not x.is_cuda:
-        is_tensor = isinstance(factor, torch.Tensor)
+        is_tensor = isinstance(factor, Tensor)
         return x * (factor.to(x.dtype) if is_tensor else torch.full((), factor, dtype=x.dtype))
-    return _times(x, factor) if isinstance(factor, torch.Tensor) else x * factor
+    return _times(x, factor) if isinstance(factor, Tensor) else x * factor
 
 
-def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def add_scaled(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
     """``torch.add(x, y, alpha=number)``: one multiply-add, which no operator on a CPU offers with a tensor factor."""
     if not x.is_cuda:
         return add_on_cpu(x, y, factor)
@@ -55,7 +56,7 @@ def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.
     return torch.addcmul(total, y.to(total.dtype), factor.to(total.dtype)).to(x.dtype)
 
 
-def add_quotient(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def add_quotient(x: Tensor, y: Tensor, z: Tensor, value: Tensor) -> Tensor:
     """``torch.addcdiv(x, y, z, value=number)``, in each device's order: it rounds half precision once."""
     x_, y_, z_ = wide(x), wide(y), wide(z)
     if x.is_cuda:
@@ -63,28 +64,27 @@ def add_quotient(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: torch
     return (x_ + scaled(y_, value) / z_).to(x.dtype)
 
 
-def lerp(start: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def lerp(start: Tensor, end: Tensor, weight: Tensor) -> Tensor:
     """``torch.lerp(start, end, number)``."""
     first = wide(start)
     return torch.lerp(first, wide(end), weight.to(first.dtype)).to(start.dtype)
 
 
-def power(x: torch.Tensor, exponent: float) -> torch.Tensor:
+def power(x: Tensor, exponent: float) -> Tensor:
     """Python's ``x ** exponent`` for an fp64 ``x``; torch's own takes ways around ``pow`` that round otherwise."""
     return torch.pow(x, torch.full_like(x, exponent))
 
 
-def larger(number: float, x: torch.Tensor) -> torch.Tensor:
+def larger(number: float, x: Tensor) -> Tensor:
     """Python's ``max(number, x)``: the number where ``x`` is NaN."""
     return torch.where(x > number, x, number)
 
 
-def smaller(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def smaller(x: Tensor, y: Tensor) -> Tensor:
     """Python's ``min(x, y)``: ``x`` where ``y`` is NaN."""
     return torch.where(y < x, y, x)
 
 
-Tensor = torch.Tensor
 #: The scalar tensor of a number, on a device.
 Factor = Callable[[Any, torch.device], Tensor]
 

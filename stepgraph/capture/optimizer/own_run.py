@@ -23,9 +23,6 @@ from stepgraph.capture.state import unwrap
 from stepgraph.errors import CaptureError, first_line
 from stepgraph.graph.aliases import memory_span
 
-# The state of an optimizer while its own ``step`` is traced: dicts that note what ``step`` reads and makes
-
-
 Tensor = torch.Tensor
 pytree = compat.pytree
 

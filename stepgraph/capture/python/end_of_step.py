@@ -72,10 +72,13 @@ def write_assigned(
 ) -> None:
     """Write tensors that forward assigned to buffers into the buffers. ``held``: (slot, its stand-in, what is held)."""
     for slot, old, _ in held:
-        if (old.shape, old.stride()) != (slot.tensor.shape, slot.tensor.stride()):
+        forms = [(list(tensor.shape), tensor.stride()) for tensor in (slot.tensor, old)]
+        if forms[0] != forms[1]:
+            (a, strides), (b, others) = forms
+            change = f"from {a} to {b}" if a != b else f"from strides {strides} to {others}"
             raise CaptureError(
-                f"forward reshapes {slot.name} in place, from {list(slot.tensor.shape)} to {list(old.shape)}; "
-                "a captured step cannot change the form of its state, reshape a view of it"
+                f"forward reshapes {slot.name} in place, {change}; a captured step cannot change the form of its "
+                "state, reshape a view of it"
             )
     assigned = [(slot, old, new) for slot, old, new in held if new is not old]
     for slot, old, new in assigned:

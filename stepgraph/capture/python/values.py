@@ -1,4 +1,5 @@
-"""Python values that a trace may read: what kind each is, what it consists of, and whether two of them are equal."""
+"""Python values that a trace may read: what kind each is, what it consists of, whether two of them are equal, and whose
+code it is: the user's, a package's, or of what a captured step takes as given."""
 
 import array
 import collections
@@ -26,9 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-
-# Where code comes from: the user's program, a package, or what a captured step takes as given
-
 
 _OWN = str(Path(__file__).parents[2]) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep

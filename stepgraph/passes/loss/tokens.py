@@ -23,11 +23,9 @@ The softmax's backward takes away what a gradient has of p itself, so that the g
 the log-probabilities is that of -(a + b) H(p) - b KL(p || q) - e KL(q || p). A sum of log p is V times the mean of z,
 less V times its logarithm of a sum of exponentials, whose gradient for z is p.
 
-Sums of products of probabilities and log-probabilities, as losses over a vocabulary are written.
-
-A node of such an expression is a polynomial in z, p and log p of softmaxes, in the gradients that a softmax's backward
-or a gather's makes, and in values of rows: ``g p (log p - log q)`` is ``{(g, p, log p): 1, (g, p, log q): -1}``. Two
-ways to write one thing have one polynomial.
+`Reading` finds what a node is, however the loss is written: a polynomial in z, p and log p of softmaxes, in the
+gradients that a softmax's backward or a gather's makes, and in values of rows. ``g p (log p - log q)`` is ``{(g, p, log
+p): 1, (g, p, log q): -1}``.
 """
 
 import itertools

@@ -24,9 +24,6 @@ from stepgraph.kernels.norm import operators  # noqa: F401  (defines torch.ops.s
 from stepgraph.kernels.norm.spec import DTYPES
 from stepgraph.passes.norm.values import before_widening, is_copy, value_of
 
-# A norm found in a graph, and the neighbouring casts and sums that one operator can compute with it
-
-
 aten = torch.ops.aten
 
 

@@ -1,4 +1,4 @@
-"""Data sets of the ``datasets`` library, read whole."""
+"""Data sets of the ``datasets`` library: read whole before training, or streamed while it runs."""
 
 import hashlib
 import os
