@@ -174,16 +174,21 @@ def user_source(error: BaseException) -> str:
     return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
 
 
+#: They round otherwise without gradients.
+RECURRENT = (torch.ops.aten.mkldnn_rnn_layer.default,)
+
+
 class Recorder:
     """Attributes every node of a graph as a trace creates it. One per trace.
 
     ``repeated``: the calls of ``torch.utils.checkpoint`` that run again in backward, see `calls_to_repeat`.
+    ``exact``: how many microbatches have eager's bits, or 0.
     ``is_known``: whether the values of a tensor are known, and ``is_literal``, whether they follow from literals, see
     `stepgraph.capture.known`. ``reducing``: collectives of gradients -> the parameter's placeholder.
     """
 
-    def __init__(self, model: nn.Module, repeated: Collection[int] = ()):
-        self.model = model
+    def __init__(self, model: nn.Module, repeated: Collection[int] = (), exact: int = 0):
+        self.model, self.exact = model, exact
         self.phase = "loss"
         self.is_known: Callable[[torch.Tensor], bool] = lambda _: False
         self.is_literal = self.is_known
@@ -226,7 +231,7 @@ class Recorder:
                 _refuse_written(node, constants)
             if self._draws_anew and is_random(node):
                 _refuse_drawing_anew(node)
-            if self._reentrant and node.target in (*BY_GRADIENTS, torch.ops.aten.mkldnn_rnn_layer.default):
+            if self._reentrant and (node.target in BY_GRADIENTS or (self.exact and node.target in RECURRENT)):
                 _refuse_by_gradients(node)
             return node
 
@@ -354,15 +359,13 @@ class Recorder:
         finally:  # torch ends it by an exception once nothing more is needed
             self._open, self._again, self.stack[:] = before
 
-    def watch_backward(
-        self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str], in_order: int = 0
-    ) -> None:
+    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
         """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
         checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
         of the model (``frozen``: its name by its id), or into one from outside; also where eager adds up a parameter's
-        gradients in another order, see `_refuse_order`, which ``in_order`` microbatches must not.
+        gradients in another order, see `_refuse_order`, where it is to be ``exact``.
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
@@ -383,11 +386,11 @@ class Recorder:
             owner = owners and owners.of(node)
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
-            if self._apart and in_order:
+            if self._apart and self.exact:
                 for leaf in [one for one, _ in node.next_functions if id(getattr(one, "variable", None)) in known]:
                     uses[leaf].append(node._sequence_nr())
         for leaf, numbers in uses.items():
-            if not self._is_in_order(sorted(numbers, reverse=True), in_order > 1):
+            if not self._is_in_order(sorted(numbers, reverse=True), self.exact > 1):
                 _refuse_order(leaf.variable, self._forward.get(max(numbers)))
 
     def _is_in_order(self, numbers: Sequence[int], accumulates: bool) -> bool:

@@ -103,7 +103,7 @@ class StepTrace:
         checks.check_no_parameters(leaves, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated
-        self.recorder = Recorder(self.reached, repeated or ())
+        self.recorder = Recorder(self.reached, repeated or (), accumulate * exact)
         live = [t for slot in self.slots for t in unwrap(slot.tensor)[0]]
         self.home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i])[0])], open_sizes)
@@ -392,7 +392,7 @@ class StepTrace:
         if self.accumulate > 1:
             loss = loss / self.accumulate
         seed = torch.ones_like(loss)
-        self.recorder.watch_backward(loss, [p for _, p in params], frozen, self.accumulate * self.exact)
+        self.recorder.watch_backward(loss, [p for _, p in params], frozen)
         with self.recorder.in_phase("backward"), torch.no_grad():
             try:
                 grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))

@@ -423,3 +423,6 @@ def test_what_eager_computes_otherwise_without_gradients_is_refused_in_a_re_entr
     model = Layers(lambda m, x: function(x)[0] * m.linear(x), True)
     with pytest.raises(CaptureError, match="two runs differ in eager"):
         stepgraph.capture(model, mse, pairs()[0], passes="exact")
+    if isinstance(function, nn.LSTM):
+        step = stepgraph.capture(model, mse, pairs()[0], passes=stepgraph.StepOptions(inductor="off"))
+        assert step.verify(pairs()[0]).close
