@@ -139,7 +139,8 @@ class MeshSpec:
         near = _nearest(self, world)
         raise ValueError(
             f"mesh {self} has {self.size} ranks and there {'are' if world > 1 else 'is'} {world} "
-            f"process{'es' * (world > 1)}: try --mesh {near}, or start {self.size} (--nproc {self.size})"
+            f"process{'es' * (world > 1)}: try the mesh {near}, or start {self.size} (torchrun --nproc-per-node "
+            f"{self.size}, or stepgraph train --nproc {self.size})"
         )
 
     def check_divides(self, sizes: dict[str, int], axis: str = "tp") -> None:

@@ -33,6 +33,8 @@ from stepgraph.run.memory import Memory
 from stepgraph.run.memsets import memsets_to_kernels
 from stepgraph.run.results import Results
 
+Tensor = torch.Tensor
+
 
 class GraphRunner:
     """Runs a step through CUDA graphs. Call it with the graph's inputs; the state among them must keep its place.
@@ -56,11 +58,11 @@ class GraphRunner:
         """Nothing is recorded, nor ran before: CUDA graphs are dropped, and later steps record again."""
         self.warm = False
         self.program: list[_Piece] = []
-        self.static: list[torch.Tensor] = []
-        self.spans: list[torch.Tensor] = []  # the memory of the batch among them
-        self.outputs: Sequence[torch.Tensor] = ()
+        self.static: list[Tensor] = []
+        self.spans: list[Tensor] = []  # the memory of the batch among them
+        self.outputs: Sequence[Tensor] = ()
 
-    def __call__(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def __call__(self, flat: Sequence[Tensor]) -> Sequence[Tensor]:
         if self.age != self.session.age(self.groups):  # a step was broken off: what was recorded waits for other flags
             self.forget()
         if not self.warm:
@@ -80,12 +82,12 @@ class GraphRunner:
         self._give_back(flat)
         return [value.clone() for value in self.outputs]
 
-    def _give_back(self, flat: Sequence[torch.Tensor]) -> None:
+    def _give_back(self, flat: Sequence[Tensor]) -> None:
         """What the step wrote into its batch goes to the caller's tensors, as in eager."""
         for i in self.written:  # their elements alone: what lies between is not the step's
             flat[i].copy_(self.static[i], non_blocking=True)
 
-    def _warm_up(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _warm_up(self, flat: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the step once on a stream of its own, and split around the nodes that waited for the GPU.
 
         They are found here, because a recording that fails leaves torch's random generator unusable.
@@ -102,7 +104,7 @@ class GraphRunner:
             self.module = split_at_host(self.step, waiting)
         return results
 
-    def _record(self, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def _record(self, flat: Sequence[Tensor]) -> Sequence[Tensor]:
         self.static = list(flat)
         # Kernels know the batch's strides, also for slices and expanded tensors.
         self.spans = [spanned(flat[i]).clone() for i in self.batch]
@@ -131,7 +133,7 @@ class GraphRunner:
         return [value.clone() for value in self.outputs]
 
 
-def spanned(tensor: torch.Tensor) -> torch.Tensor:
+def spanned(tensor: Tensor) -> Tensor:
     """The memory from the first to the last element of ``tensor``, flat, with what lies between its elements."""
     if not tensor.numel():
         return tensor.new_empty(0)
@@ -164,7 +166,7 @@ def recording(graph: torch.cuda.CUDAGraph, what: Callable[[], str], **options: A
     memsets_to_kernels(graph)
 
 
-def run_watched(module: fx.GraphModule, flat: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], set[str]]:
+def run_watched(module: fx.GraphModule, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], set[str]]:
     """Run ``module`` node by node: (its results, names of the nodes that made the host wait for the GPU).
 
     torch's own check (``torch.cuda.set_sync_debug_mode``) reports them, as warnings.
@@ -248,7 +250,7 @@ def join_collectives(results: Any, session: Session) -> None:
     if torch.distributed.is_initialized():
         join(session)
         for tensor in compat.pytree.tree_leaves(results):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 torch.ops._c10d_functional.wait_tensor(tensor)
 
 
@@ -259,7 +261,6 @@ def first_of(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
-Tensor = torch.Tensor
 #: Runs a graph by name on its inputs.
 Run = Callable[[str, list[Tensor]], Sequence[Tensor]]
 

@@ -31,6 +31,8 @@ from stepgraph.run.memory import Memory
 from stepgraph.run.results import Results
 from stepgraph.run.spans import Clock, Passed, RecordedClock, Spans, StreamClock, Waits
 
+Tensor = torch.Tensor
+
 _TORCH = ("aten", "prims", "prim", "c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 _KNOWN = (*_TORCH, "mkldnn", "stepgraph", "stepgraph_autocast")
 
@@ -58,11 +60,11 @@ class Checked(compat.TorchDispatchMode):
         if func not in self.operators:
             return func(*args, **given[1])
         with compat.FakeTensorMode() as mode:
-            fakes, keywords = compat.pytree.tree_map_only(torch.Tensor, mode.from_tensor, given)
+            fakes, keywords = compat.pytree.tree_map_only(Tensor, mode.from_tensor, given)
             said = compat.pytree.tree_leaves(func(*fakes, **keywords))
         made = func(*args, **given[1])
         for real, fake in zip(compat.pytree.tree_leaves(made), said, strict=False):
-            if isinstance(real, torch.Tensor) and isinstance(fake, torch.Tensor) and _form(real) != _form(fake):
+            if isinstance(real, Tensor) and isinstance(fake, Tensor) and _form(real) != _form(fake):
                 place = provenance(self.operators[func]).place
                 raise CaptureError(
                     f"{place} calls {func}, which gives {_form(real)}, and its fake implementation says "
@@ -72,14 +74,11 @@ class Checked(compat.TorchDispatchMode):
         return made
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _form(tensor: Tensor) -> str:
     """Dtype, shape, strides of the dimensions above 1, and device, as text."""
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     strided = f" with strides {strides}" if tensor.numel() else ""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strided} on {tensor.device.type}"
-
-
-Tensor = torch.Tensor
 
 
 def plain_runner(step: StepGraph) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:

@@ -73,27 +73,29 @@ def test_texts_that_are_refused(text, message):
         (
             "fsdp=4,tp=2",
             6,
-            "fsdp=4,tp=2 has 8 ranks and there are 6 processes: try --mesh fsdp=3,tp=2, or start 8 (--nproc 8)",
+            "fsdp=4,tp=2 has 8 ranks and there are 6 processes: try the mesh fsdp=3,tp=2, or start 8",
         ),
-        ("fsdp=4,tp=2", 1, "fsdp=4,tp=2 has 8 ranks and there is 1 process: try --mesh fsdp=1, or start 8 (--nproc 8)"),
+        ("fsdp=4,tp=2", 1, "fsdp=4,tp=2 has 8 ranks and there is 1 process: try the mesh fsdp=1, or start 8"),
         (
             "tp=4",
             6,
-            "fsdp=1,tp=4 has 4 ranks and there are 6 processes: try --mesh fsdp=2,tp=3, or start 4 (--nproc 4)",
+            "fsdp=1,tp=4 has 4 ranks and there are 6 processes: try the mesh fsdp=2,tp=3, or start 4",
         ),
-        ("hsdp=2x4", 4, "hsdp=2x4 has 8 ranks and there are 4 processes: try --mesh hsdp=2x2, or start 8 (--nproc 8)"),
+        ("hsdp=2x4", 4, "hsdp=2x4 has 8 ranks and there are 4 processes: try the mesh hsdp=2x2, or start 8"),
         (
             "fsdp=2,cp=2",
             2,
-            "fsdp=2,cp=2 has 4 ranks and there are 2 processes: try --mesh fsdp=1,cp=2, or start 4 (--nproc 4)",
+            "fsdp=2,cp=2 has 4 ranks and there are 2 processes: try the mesh fsdp=1,cp=2, or start 4",
         ),
-        ("ddp=2", 3, "ddp=2 has 2 ranks and there are 3 processes: try --mesh ddp=3, or start 2 (--nproc 2)"),
+        ("ddp=2", 3, "ddp=2 has 2 ranks and there are 3 processes: try the mesh ddp=3, or start 2"),
     ],
 )
 def test_worlds_that_do_not_fit(text, world, message):
     with pytest.raises(ValueError) as refused:
         MeshSpec.parse(text).check_world(world)
-    assert str(refused.value) == f"mesh {message}"
+    ranks = message.split()[-1]
+    how = f"(torchrun --nproc-per-node {ranks}, or stepgraph train --nproc {ranks})"
+    assert str(refused.value) == f"mesh {message} {how}"
 
 
 def test_tp_must_divide():

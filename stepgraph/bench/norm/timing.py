@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from stepgraph.bench.harness import mark, spans, times
 from stepgraph.bench.norm.providers import EPS
 
+Tensor = torch.Tensor
+
 #: Milliseconds of work in one figure; at least ``LEAST_REPEATS`` repeats, however long they take.
 WARM_UP_MS, MEASURE_MS, LEAST_REPEATS = 5, 30, 10
 
@@ -46,7 +48,7 @@ def do_bench_ms(call: Callable[[], Any]) -> float:
     return do_bench(call, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median")
 
 
-def graph_ms(calls: Sequence[Callable[[], Any]], flush: torch.Tensor | None) -> float:
+def graph_ms(calls: Sequence[Callable[[], Any]], flush: Tensor | None) -> float:
     """Time of one of ``calls``, ms, in a CUDA graph of them all. The current stream must not be the default one.
 
     Between replays ``flush`` is read, to evict what too few tensors to fill L2 have left there.
@@ -82,8 +84,6 @@ def wall_ms(call: Callable[[], Any]) -> float:
         found += times(torch.device("cpu"), call, 1)
     return median(found)
 
-
-Tensor = torch.Tensor
 
 #: Largest relative difference from float64, in the Frobenius norm, by the dtype of x.
 #: bf16 and fp16: a value rounded once is off by up to 2**-8 = 4e-3 or 2**-11 = 5e-4 of itself, less than half of that

@@ -37,6 +37,8 @@ from stepgraph.graph.provenance import phase_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.matmul.layers import Layer, Product, Side, find, is_head, is_router
 
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+
 Recipe = Literal["tensorwise", "rowwise", "rowwise-bf16-weight-gradients"]
 #: What a matrix is in the model. It decides its format.
 Kind = Literal["activation", "weight", "output gradient"]
@@ -242,8 +244,6 @@ def _left_notes(stays: Mapping[str, list[Layer]]) -> list[str]:
         notes.append(f"left in {dtype}{why}: {', '.join(paths[:_NAMES])}{more}")
     return notes
 
-
-aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

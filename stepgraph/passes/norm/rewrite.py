@@ -24,7 +24,7 @@ from stepgraph.kernels.norm import operators  # noqa: F401  (defines torch.ops.s
 from stepgraph.kernels.norm.spec import DTYPES
 from stepgraph.passes.norm.values import before_widening, is_copy, value_of
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 
 @dataclass
@@ -159,9 +159,6 @@ def added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if value_of(residual).dtype != made.dtype:
         residual, branch = branch, residual
     return (before_widening(branch), residual) if value_of(residual).dtype == made.dtype else None
-
-
-ours = torch.ops.stepgraph
 
 
 def unsupported(found: Found, aliases: Aliases) -> str | None:
