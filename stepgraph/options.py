@@ -318,7 +318,7 @@ class RecordOptions:
     """Folder of saved steps: load the compiled step from there, or save it there. auto: your cache; off: neither."""
 
     out: Path | None = None
-    """Run folder, new or empty. None: runs/PRESET-UTC_TIME."""
+    """Run folder, new or empty; of compile, the folder for the saved step. None: runs/PRESET-UTC_TIME."""
 
     resume: Path | None = None
     """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""

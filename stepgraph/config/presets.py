@@ -94,7 +94,7 @@ def fine_tuning(folder: Path, lora: bool = False, dpo: bool = False) -> "TrainCo
         seq_len=min(1024, longest or 1024),
         batch_size=4,
         steps=300,
-        lr=(2e-4 if lora else 2e-5) / (20 if dpo else 1),
+        lr=(1e-5 if lora else 1e-6) if dpo else 2e-4 if lora else 2e-5,
         warmup_steps=10,
         weight_decay=0.0,
     )

@@ -165,7 +165,9 @@ def options_lines(config: TrainConfig, *, resumed: bool) -> str:
     line = f"config {config.preset}: {' '.join(given) or 'its own options'}"
     if not resumed:
         return line
-    changed = [f"{name} {was} -> {now}" for name, (was, now) in config.changes(_saved(config)).items()]
+    changed = config.changes(_saved(config))
+    changed.pop("init_from_hf", None)  # the checkpoint has the weights
+    changed = [f"{name} {was} -> {now}" for name, (was, now) in changed.items()]
     return f"{line}\noptions changed since: {', '.join(changed) or 'none'}"
 
 
