@@ -327,8 +327,8 @@ def test_an_import_of_a_room_above_is_refused(text, tmp_path):
 
 
 def test_imports_of_rooms_below_and_of_ones_own_are_welcome(tmp_path):
-    text = "import stepgraph\nfrom stepgraph import compat\nfrom stepgraph.bench.table import row"
-    root = tree(tmp_path, bench__step__command=text, bench__table="row = 1", compat__fake="", errors="")
+    text = "import stepgraph\nfrom stepgraph import compat\nfrom stepgraph.bench.rows import align"
+    root = tree(tmp_path, bench__step__command=text, bench__rows="align = 1", compat__fake="", errors="")
     assert [rule(root) for rule in RULES] == [[]] * len(RULES)
 
 

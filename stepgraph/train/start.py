@@ -1,4 +1,4 @@
-"""Before a run begins: its folder, its data, and what it reports of its options."""
+"""Before a run begins: its folder, its data, its learning rates, and what it reports of its options."""
 
 import dataclasses
 import math
