@@ -412,7 +412,8 @@ class Run:
                 self.say(f"{why}: stopping after step {self.step}; continue with --resume {self.folder.path}")
         if self.captured.pipeline is not None:
             self.watch.at("the share of bubbles", limited=False)
-            self.say(self.bubble.measure(self.ranks, self.captured))
+            if bubble := self.bubble.measure(self.ranks, self.captured):
+                self.say(bubble)
         self._write_passes()  # what the first steps compiled and recorded is known now
 
     def _asked_to_stop(self) -> bool:
