@@ -1,4 +1,5 @@
-"""`CausalLM`: a causal language model of transformers, unmodified, with the calls of the models here.
+"""`CausalLM`: a causal language model of transformers, unmodified, with the calls of the models here; and of which
+tensors of a checkpoint its parameters are made.
 
 Its configuration is the folder of its checkpoint, which a run reads again when it is resumed or sampled.
 """

@@ -1,6 +1,6 @@
 """Gradients of the operators, and the entry point `norm` that public functions call.
 
-In plain eager the entry point calls the backend from a `torch.autograd.Function` and bypass the dispatcher, which is
+In plain eager the entry point calls the backend from a `torch.autograd.Function` and bypasses the dispatcher, which is
 most of the cost of a call. The compiler, fake tensors, DTensor and dispatch modes get the operators of
 ``torch.ops.stepgraph``. Transforms of ``torch.func`` do not support gradients registered for operators, so they get an
 autograd function around the operator. All three paths share the formulas below.

@@ -70,6 +70,9 @@ def qk_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(q, wq), rms_norm(k, wk))``. Source: Henry et al. 2020, arXiv:2010.04245."""
+    """``(rms_norm(q, wq), rms_norm(k, wk))`` of q (..., Hq, D) and k (..., Hk, D), with weights (D,) or (H, D), or None.
+
+    Raises ``ValueError`` as `rms_norm` does. Source: Henry et al. 2020, arXiv:2010.04245.
+    """
     options = {"weight_offset": weight_offset, "out_dtype": out_dtype}
     return rms_norm(q, wq, eps=eps, **options), rms_norm(k, wk, eps=eps, **options)
