@@ -70,7 +70,7 @@ def qk_norm(
     weight_offset: float = 0.0,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(q, wq), rms_norm(k, wk))`` of q (..., Hq, D) and k (..., Hk, D), with weights (D,) or (H, D), or None.
+    """``(rms_norm(q, wq), rms_norm(k, wk))`` of q (..., Hq, D) and k (..., Hk, D); weights: (D,), (H, D) or None.
 
     Raises ``ValueError`` as `rms_norm` does. Source: Henry et al. 2020, arXiv:2010.04245.
     """
