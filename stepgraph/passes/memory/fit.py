@@ -3,7 +3,8 @@
 Matches: results that forward leaves for backward, after fusion has decided what they are. Before -> after: see
 `recompute` and `offload`. Each way to give a result up has a price in seconds: to compute it again, or, for copies that
 hide behind computation, a share of their time. At the fullest moment of the step's memory over time, the cheapest ways
-for each byte come first, until the peak is low enough; then what turns out not to be needed is kept after all.
+for each byte come first, again and again until the peak is low enough (what is offloaded may then be computed again
+instead); then what turns out not to be needed is kept after all.
 Exact: the same bits as `recompute` and `offload`. Preconditions: a flat graph with phases. Modules that the policy
 names are not touched, except that they offload where it says so.
 Source: greedy choice by value over weight, as for knapsacks (Dantzig, 1957).
@@ -32,6 +33,9 @@ from stepgraph.passes.memory import offload
 from stepgraph.passes.memory.policy import module_actions, parse_policy
 from stepgraph.passes.memory.recompute import Plan
 from stepgraph.passes.memory.rematerialize import rematerialize
+
+#: How a result is given up, and the seconds that this takes; None: it is kept.
+_Choice = tuple[str, float] | None
 
 #: The price of a copy that hides: the share of its time that computation loses to its traffic. Not measured.
 _HIDDEN_PRICE = 0.1
@@ -253,29 +257,34 @@ class Fit:
         self.path = [point for i, point in enumerate(path) if all(point[1] < other[1] for other in path[i + 1 :])]
 
     def _walk(self, moves: list[tuple[tuple, fx.Node, str]], limit: float) -> None:
-        curve = self.curve()
-        for chunk in (moves[i : i + _STRIDE] for i in range(0, len(moves), _STRIDE)):
-            if curve.max() <= limit:
-                break
-            fullest = int(curve.argmax())
-            done = [move for move in chunk if self._apply(*move[1:], fullest)]
-            if done:
-                curve = self._settle(done, curve, limit)
-                self._note(curve)
+        curve, before = self.curve(), np.inf
+        while limit < curve.max() < before:  # a move that frees nothing at one fullest moment may do so at a later one
+            before = curve.max()
+            for chunk in (moves[i : i + _STRIDE] for i in range(0, len(moves), _STRIDE)):
+                if curve.max() <= limit:
+                    break
+                fullest = int(curve.argmax())
+                choices = [(root, way, self._choice(root)) for _, root, way in chunk]
+                done = [(root, was) for root, way, was in choices if self._apply(root, way, fullest)]
+                if done:
+                    curve = self._settle(done, curve, limit)
+                    self._note(curve)
 
-    def _settle(self, done: list[tuple], before: np.ndarray, limit: float) -> np.ndarray:
-        """After a chunk of moves: undo those at its end that were not needed, or all, if the peak did not fall."""
+    def _settle(self, done: list[tuple[fx.Node, _Choice]], before: np.ndarray, limit: float) -> np.ndarray:
+        """After a chunk of moves, each with what was chosen before it: undo those at its end that were not needed, or
+        all, if the peak did not fall."""
         curve = self.curve()
         if curve.max() >= before.max():
-            for move in done:
-                self._undo(move[1])
+            for move in reversed(done):
+                self._choose(*move)
             return before
         while len(done) > 1 and curve.max() <= limit:
-            last = done.pop()
-            self._undo(last[1])
+            root, was = done.pop()
+            now = self._choice(root)
+            self._choose(root, was)
             shorter = self.curve()
             if shorter.max() > limit:
-                self._apply(*last[1:], None)
+                self._choose(root, now)
                 return self.curve()
             curve = shorter
         return curve
@@ -288,11 +297,10 @@ class Fit:
         if self.peak() > limit:
             return
         for root in sorted(self.prices, key=lambda root: (-self.prices[root], self.position[root]))[: 2 * _STRIDE]:
-            was, price = root in self.dropped, self.prices[root]
-            self._undo(root)
+            was = self._choice(root)
+            self._choose(root, None)
             if self.peak() > limit:
-                (self.dropped if was else self.gone).add(root)
-                self.prices[root] = price
+                self._choose(root, was)
 
     def _moves(self) -> list[tuple[tuple, fx.Node, str]]:
         """(order, saved result, how to give it up) of every way, cheapest for its bytes first; of equal ones, copies of
@@ -324,35 +332,42 @@ class Fit:
             queue += self.plan.sources(node)
         return seconds
 
-    def _apply(self, root: fx.Node, way: str, fullest: int | None) -> bool:
-        """Give ``root`` up in this way, if that frees memory at the node ``fullest``."""
-        first, _ = self.needs[root]
-        if root in self.prices or (fullest is not None and not self.position[root] <= fullest):
+    def _apply(self, root: fx.Node, way: str, fullest: int) -> bool:
+        """Give ``root`` up in this way, if that frees memory at the node ``fullest``. What is offloaded may be computed
+        again instead where its copy, or what is copied, lies in memory there."""
+        first, last = self.needs[root][0], self.last_forward[root]
+        if root in self.gone:
+            trip = self.routes.get(root)
+            if way == "offload" or trip is None or not (last < fullest <= trip.away or trip.back <= fullest < first):
+                return False
+        elif root in self.dropped or not last < fullest < first:
             return False
-        if fullest is not None and not self.last_forward[root] < fullest < first:
-            return False
-        size = tensor_bytes(root)
         if way == "recompute":
-            self.dropped.add(root)
-            self.prices[root] = self._again_seconds(root)
+            self._choose(root, (way, self._again_seconds(root)))
             return True
+        size = tensor_bytes(root)
         if self.host is not None and self.step.mesh is None:  # ranks must choose the same
             room = self.host / self.step.in_flight - sum(map(tensor_bytes, self.gone))
             if size > room:
                 return False
         trips = self.trips.schedule([(r, self.last_forward[r], self.needs[r][0]) for r in (*self.gone, root)])
-        if fullest is not None and not trips[root].away < fullest < trips[root].back:
+        if not trips[root].away < fullest < trips[root].back or not all(trip.hidden for trip in trips.values()):
             return False
-        if fullest is not None and not all(trip.hidden for trip in trips.values()):
-            return False
-        self.gone.add(root)
-        self.prices[root] = _HIDDEN_PRICE * host_copy_seconds(size)
+        self._choose(root, (way, _HIDDEN_PRICE * host_copy_seconds(size)))
         return True
 
-    def _undo(self, root: fx.Node) -> None:
+    def _choice(self, root: fx.Node) -> _Choice:
+        if root not in self.prices:
+            return None
+        return "recompute" if root in self.dropped else "offload", self.prices[root]
+
+    def _choose(self, root: fx.Node, choice: _Choice) -> None:
         self.dropped.discard(root)
         self.gone.discard(root)
-        del self.prices[root]
+        self.prices.pop(root, None)
+        if choice is not None:
+            way, self.prices[root] = choice
+            (self.dropped if way == "recompute" else self.gone).add(root)
 
     def lines(self) -> list[str]:
         """What is given up and at what price, by module and operator, the most bytes first."""

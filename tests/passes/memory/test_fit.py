@@ -19,7 +19,7 @@ from stepgraph.lower import StepSpec, copied, rewrite, trace
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, Target, configured, parse_policy, run_passes
 from stepgraph.passes.compile.blocks import consecutive
-from stepgraph.passes.memory.fit import Fit
+from stepgraph.passes.memory.fit import Fit, FitOptions
 from stepgraph.passes.memory.policy import MemoryPolicy, check_modules
 
 GPU = GPUS["h200"]
@@ -91,6 +91,18 @@ def test_a_peak_that_cannot_be_met_says_the_least_and_that_is_enough():
         fitted("peak=0.01GiB")
     assert "\n" not in str(error.value)
     fitted(re.search(r"peak=[\d.]+GiB(?=,)", str(error.value))[0])
+
+
+def test_what_is_offloaded_may_be_computed_again_instead():
+    """Where copies that come back fill the memory: a policy of copies alone was the least that a search could reach."""
+    program = copied(small()[1])
+    fit = Fit(program.main, FitOptions(compiled=True))
+    both = fit.movable & fit.again
+    for root in fit.movable:
+        fit._choose(root, ("offload", 0.0))
+    copied_peak = fit.peak()
+    fit._walk(fit._moves(), 0.0)
+    assert fit.peak() < copied_peak and both & fit.dropped and not fit.gone & fit.dropped
 
 
 def test_a_peak_that_fits_changes_nothing():
