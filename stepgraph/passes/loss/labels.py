@@ -79,6 +79,12 @@ def _classes_before(view: fx.Node, at: int) -> int | None:
     return next((i for i in range(len(_shape(view.args[0]))) if _classes_at(view, i) == at), None)
 
 
+def _keeps_last(node: fx.Node) -> bool:
+    """Whether ``node`` is a view of what has the classes last, as it has them."""
+    before = _classes_before(node, len(_shape(node)) - 1)
+    return before is not None and before == len(_shape(node.args[0])) - 1
+
+
 def _behind(node: fx.Node, at: int) -> Iterator[tuple[fx.Node, int]]:
     """Who reads ``node``, which has the classes in ``at``, directly or in another shape, and where they are there."""
     for user in node.users:
@@ -154,7 +160,7 @@ def _gather(softmax: fx.Node, loss: fx.Node) -> None:
     for i, old in getitem_users(loss).items():
         old.replace_all_uses_with(total if i else build.view(value, _shape(old)))
     for back in [user for user, _ in _behind(softmax, len(lead)) if user.target in _BACKWARDS]:
-        if back.args[2:6] != loss.args[1:5]:
+        if [*map(_constant, back.args[2:6])] != [*map(_constant, loss.args[1:5])]:
             continue
         build, slope = Builder(back, before=back), back.args[0]
         if reduction == _NONE:
@@ -168,10 +174,15 @@ def _gather(softmax: fx.Node, loss: fx.Node) -> None:
     erase_unread(*getitem_users(loss).values())
 
 
+def _constant(arg: object) -> object:
+    """``arg``, or the name of the constant that it is: a graph may have a node for each reader."""
+    return arg.target if isinstance(arg, fx.Node) and arg.op == "get_attr" else arg
+
+
 def _join(z: fx.Node) -> None:
     """Let ``logsumexp`` and ``argmax`` of ``z`` in another shape, or before its casts, read ``z`` itself."""
     sources = [z]
-    while is_cast(z) or _classes_before(z, len(_shape(z)) - 1) == len(_shape(z.args[0])) - 1:
+    while is_cast(z) or _keeps_last(z):
         z = z.args[0]
         sources.append(z)
     for source in sources:

@@ -279,8 +279,10 @@ def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
         return f"{len(inputs)} heads meet in it, {len(trained)} of them with a gradient"
     if (label and label[1] is not own) or any(_itself(node.args[0]) is not own for node in tops):
         return f"{(gathers or tops)[0].name} reads another head, or probabilities"
-    if gather and gather.args[2].meta["val"].shape != (*taken.shape[:-1], 1):
-        return "several labels for each token"
+    if gather and (
+        gather.args[1] % taken.ndim != taken.ndim - 1 or gather.args[2].meta["val"].shape != (*taken.shape[:-1], 1)
+    ):
+        return "other than one label for each token"
     ends = [*lasts, *gathers, *totals, *tops]
     end = max(ends, key=aliases.position.get)
     first = min((n for n in ends if n not in lasts), key=aliases.position.get)

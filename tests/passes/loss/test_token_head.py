@@ -252,6 +252,14 @@ def weights_of_classes(pair, ids):
     return F.cross_entropy(pair.policy(ids).flatten(0, 1), ignored(ids).flatten(), weight)
 
 
+CRITERION = nn.CrossEntropyLoss(torch.linspace(0, 2, VOCAB), reduction="sum")
+
+
+def weights_of_a_criterion(pair, ids):
+    """Constants of the step, which forward and backward read by nodes of their own."""
+    return CRITERION(pair.policy(ids).flatten(0, 1).float(), ignored(ids).flatten())
+
+
 def focal(pair, ids):
     losses = F.cross_entropy(pair.policy(ids).transpose(1, 2), ignored(ids), reduction="none")
     return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
@@ -284,7 +292,8 @@ def nothing_counts(pair, ids):
 
 
 OF_CLASSES = [smoothed_labels, smoothed_by_hand, z_loss, z_loss_of_rows, weights_of_tokens, weights_of_classes,
-              focal, classes_in_front, shifted_logits, accuracy, confidence, nothing_counts]  # fmt: skip
+              weights_of_a_criterion, focal, classes_in_front, shifted_logits, accuracy, confidence,
+              nothing_counts]  # fmt: skip
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -449,6 +458,11 @@ def several(pair, ids):
     return pair.policy(ids).log_softmax(-1).gather(-1, torch.stack([ids, ids + 1], -1) % VOCAB).mean()
 
 
+def of_other_rows(pair, ids):
+    """One label for each token, in the dimension of the tokens."""
+    return pair.policy(ids).log_softmax(-1).gather(1, (ids % 7).unsqueeze(-1)).mean()
+
+
 def no_product(pair, ids):
     return picked(pair.policy(ids).cumsum(-1), ids).mean()
 
@@ -491,7 +505,7 @@ def weighted_by_an_input(pair, ids):
     return (pair.reference.out.bias * logs).sum(-1).mean() - logs.gather(-1, ids.unsqueeze(-1)).mean()
 
 
-LEFT = [likeliest, chosen_by_entropy, read_elsewhere, top, several, no_product, squared]
+LEFT = [likeliest, chosen_by_entropy, read_elsewhere, top, several, of_other_rows, no_product, squared]
 
 
 @pytest.mark.parametrize("loss_fn", LEFT)
@@ -505,6 +519,24 @@ def test_left_as_it_is(loss_fn):
     torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
         torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)
+
+
+def joined(pair, ids):
+    logits = pair.policy(ids).flatten(0, 1)
+    return F.cross_entropy(torch.cat([logits, logits * 2]), ids.repeat(2, 1).flatten(), label_smoothing=0.1)
+
+
+def of_a_parameter(pair, ids):
+    return F.cross_entropy(pair.policy.up.weight, ids.flatten()[:WIDTH] % WIDTH, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss_fn", [joined, of_a_parameter])
+def test_smoothed_labels_of_logits_that_no_view_makes(loss_fn):
+    model, ids = Pair(), ids_of()
+    expected, *_ = gradients(model, loss_fn, ids, None)
+    loss, *_, report = gradients(model, loss_fn, ids, [FUSE])
+    assert report.changed == 0
+    torch.testing.assert_close(loss, expected)
 
 
 def test_a_sum_with_an_input_of_the_step_is_left():
