@@ -263,6 +263,16 @@ def swapped(node: fx.Node) -> fx.Node | None:
     return node.args[0] if {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1} else None
 
 
+def permutation(node: fx.Node) -> list[int]:
+    """The dimensions that ``node``, a permute or transpose, puts in each place."""
+    order = list(range(node.meta["val"].ndim))
+    if packet(node) is aten.permute:
+        return [d % len(order) for d in node.args[1]]
+    a, b = (d % len(order) for d in node.args[1:3])
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
 def is_zeros(node: fx.Node) -> bool:
     """Whether the node makes a tensor of zeros."""
     if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):

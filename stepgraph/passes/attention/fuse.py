@@ -29,7 +29,7 @@ from torch import fx
 from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import argument, is_cast, only_user, packet
+from stepgraph.graph.facts import argument, is_cast, only_user, packet, permutation
 from stepgraph.passes.attention.backends import refusal
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.flex import FlexNodes
@@ -144,20 +144,10 @@ def _keeps_scores(node: fx.Node) -> bool:
         return False
     read, made = _size(node.args[0]), _size(node)
     if packet(node) in (aten.permute, aten.transpose):
-        order = [d for d in _order(node) if read[d] > 1]
+        order = [d for d in permutation(node) if read[d] > 1]
         return order == sorted(order)
     whole = [[size for size in sizes if size > 1][-2:] for sizes in (read, made)]
     return read.numel() == made.numel() and (read[-2:] == made[-2:] or whole[0] == whole[1])
-
-
-def _order(node: fx.Node) -> list[int]:
-    """The dimensions that a permutation or transpose puts in each place."""
-    order = list(range(len(_size(node))))
-    if packet(node) is aten.permute:
-        return [d % len(order) for d in node.args[1]]
-    a, b = (d % len(order) for d in node.args[1:3])
-    order[a], order[b] = order[b], order[a]
-    return order
 
 
 def _factor(node: fx.Node) -> float | None:
@@ -232,7 +222,7 @@ def _exchanges(node: fx.Node) -> bool:
     if packet(node) not in (aten.transpose, aten.permute):
         return False
     *rest, a, b = range(len(_size(node)))
-    return _order(node) == [*rest, b, a] and (len(rest) < 3 or 1 not in _size(node)[-2:])
+    return permutation(node) == [*rest, b, a] and (len(rest) < 3 or 1 not in _size(node)[-2:])
 
 
 def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:

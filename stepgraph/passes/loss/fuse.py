@@ -21,15 +21,12 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.loss import apart, chunk, labels, split, tokens
-from stepgraph.passes.loss.head import SAME, Head, readers
+from stepgraph.passes.loss.head import DTYPES, MEAN, NONE, RESHAPES, Head, readers
 
 aten = torch.ops.aten
 #: Times the bytes of a part that the logits of other losses may have: their parts cost another product, and unfused
 #: they need more than this many tensors in bf16.
 _UNFUSED = 4
-_NONE, _MEAN = 0, 1  # torch's numbers for the reductions
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, *SAME)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ def _is_lean(loss: "_Loss | str | None", options: LossOptions) -> bool:
             return False
         if tokens.factor_of(node) or is_cast(node):
             plain = False
-        elif node.target not in (*_RESHAPES, aten.clone.default):
+        elif node.target not in (*RESHAPES, aten.clone.default):
             return True
         node = node.args[0]
     return plain or chunk.parts(Head(node, node), options.chunks, options.part_bytes) > 1
@@ -184,7 +181,7 @@ class _Loss:
             logits = build(aten.clone.default, logits, memory_format=torch.contiguous_format)
         logits = build.view(logits, self.softmax.meta["val"].shape)
         grad = build.cast(self._early(self.backward.args[0], build, aliases.position), torch.float32)
-        loss = build(torch.ops.stepgraph.cross_entropy_.default, logits, targets, grad, reduction == _MEAN, ignore)
+        loss = build(torch.ops.stepgraph.cross_entropy_.default, logits, targets, grad, reduction == MEAN, ignore)
         before.replace_all_uses_with(build.cast(loss, before.meta["val"].dtype))
         self.gradient.replace_all_uses_with(build.view(logits, self.gradient.meta["val"].shape))
         erase_unread(*getitem_users(self.forward).values(), self.gradient)
@@ -212,7 +209,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     if 0 not in getitem_users(forward):
         return "backward computes the loss again, and forward's own is another"
     weight, reduction = forward.args[2:4]
-    if weight is not None or reduction == _NONE:
+    if weight is not None or reduction == NONE:
         return "class weights, or a loss for each row"
     total = getitem_users(forward).get(1)
     if forward.args[1:] != backward.args[2:6] or last.args[0] is not backward or len(backward.users) != 1:
@@ -221,7 +218,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
         return "the number of rows is read elsewhere"
     logits, gradient, reader = _ends(softmax, last)
     rows, targets = softmax.meta["val"], forward.args[1].meta["val"]
-    if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in _DTYPES:
+    if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in DTYPES:
         return f"logits of {rows.ndim} dimensions in {rows.dtype}"
     if targets.dtype != torch.int64:
         return f"targets in {targets.dtype}"
@@ -247,13 +244,13 @@ def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
     Between the casts a tensor may be reshaped, as Hugging Face's losses do.
     """
     cast, back = softmax.args[0], last
-    while cast.target in _RESHAPES and len(cast.users) == 1:
+    while cast.target in RESHAPES and len(cast.users) == 1:
         cast = cast.args[0]
-    while not is_cast(back) and (user := only_user(back)) and (is_cast(user) or user.target in _RESHAPES):
+    while not is_cast(back) and (user := only_user(back)) and (is_cast(user) or user.target in RESHAPES):
         back = user
     if is_cast(cast) and len(cast.users) == 1 and is_cast(back):
         before, after = cast.args[0].meta["val"], back.meta["val"]
-        if before.dtype in _DTYPES and before.dtype == after.dtype:
+        if before.dtype in DTYPES and before.dtype == after.dtype:
             return cast.args[0], back, cast
     return softmax.args[0], last, softmax
 

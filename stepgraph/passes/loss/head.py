@@ -19,6 +19,8 @@ aten = torch.ops.aten
 _ALIGNMENT = 16  # bytes, of a row that cuBLAS's fast kernels take
 _WIDTH = 64  # a padded vocabulary is a multiple of it, as tiles are
 _PADDED_ROWS = 512  # below them, the padded copy of the weight costs more than it gains
+NONE, MEAN = 0, 1  # torch's numbers for the reductions
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that kernels of losses take
 SAME = (aten.detach.default, aten.alias.default)  # other names; torch 2.15 puts alias where detach was
 #: Views that leave rows of logits whole and in their order, if they leave their width.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, *SAME)

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import getitem_users, is_cast
-from stepgraph.passes.loss.head import RESHAPES, SAME, readers
+from stepgraph.graph.facts import getitem_users, is_cast, permutation
+from stepgraph.passes.loss.head import MEAN, NONE, RESHAPES, SAME, readers
 from stepgraph.passes.loss.tokens import BACKWARDS, SOFTMAXES
 
 aten = torch.ops.aten
@@ -28,7 +28,6 @@ _LOSSES = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 _BACKWARDS = (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 _MOVES = (aten.transpose.int, aten.permute.default)
 _OF_ROWS = (aten.logsumexp.default, aten.argmax.default)
-_NONE, _MEAN = 0, 1  # torch's numbers for the reductions
 
 
 def spell(start: fx.Node) -> fx.Node:
@@ -59,12 +58,7 @@ def _classes_at(view: fx.Node, at: int) -> int | None:
         return None
     before, after = _shape(view.args[0]), _shape(view)
     if view.target in _MOVES:
-        order = list(range(len(before)))
-        if view.target is aten.permute.default:
-            order = [d % len(before) for d in view.args[1]]
-        else:
-            a, b = (d % len(before) for d in view.args[1:])
-            order[a], order[b] = order[b], order[a]
+        order = permutation(view)
         rest = [d for d in order if d != at]
         return order.index(at) if rest == sorted(rest) else None
     sides = math.prod(before[:at]), before[at], math.prod(before[at + 1 :])
@@ -153,9 +147,9 @@ def _gather(softmax: fx.Node, loss: fx.Node) -> None:
         return values if weight is None else build(aten.mul.Tensor, values, share)
 
     total, value = build(aten.sum.default, share), weighted(build, picked)
-    if reduction != _NONE:
+    if reduction != NONE:
         value = build(aten.sum.default, value)
-    if reduction == _MEAN:
+    if reduction == MEAN:
         value = build(aten.div.Tensor, value, total)
     for i, old in getitem_users(loss).items():
         old.replace_all_uses_with(total if i else build.view(value, _shape(old)))
@@ -163,9 +157,9 @@ def _gather(softmax: fx.Node, loss: fx.Node) -> None:
         if [*map(_constant, back.args[2:6])] != [*map(_constant, loss.args[1:5])]:
             continue
         build, slope = Builder(back, before=back), back.args[0]
-        if reduction == _NONE:
+        if reduction == NONE:
             slope = _last(build, slope, len(_shape(slope)) - 1, torch.Size([*lead, 1]))
-        elif reduction == _MEAN:
+        elif reduction == MEAN:
             slope = build(aten.div.Tensor, slope, total)
         slope = weighted(build, slope)
         zeros = build(aten.new_zeros.default, slope, [*lead, columns])

@@ -41,9 +41,9 @@ from torch import fx
 import stepgraph.kernels.loss.tokens  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import is_cast, is_pure, only_user, upstream
+from stepgraph.graph.facts import is_cast, is_pure, is_zeros, only_user, upstream
 from stepgraph.graph.marks import KEEP_EAGER
-from stepgraph.passes.loss.head import RESHAPES, SAME, Head, place, readers, unfit
+from stepgraph.passes.loss.head import DTYPES, RESHAPES, SAME, Head, place, readers, unfit
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 #: z, p or log p of the logits that a softmax takes, the gradient that a node is, or a value of each row.
@@ -167,7 +167,6 @@ def _keeps_width(node: fx.Node) -> bool:
 
 
 PRODUCTS = (aten.mm.default, aten.addmm.default)
-_ZEROS = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
 BACKWARDS = {aten._log_softmax_backward_data.default: LOG, aten._softmax_backward_data.default: P}
 _OF_ROWS = (aten.sum.dim_IntList, aten.mean.dim)
 _SUMS = (*_OF_ROWS, aten.sum.default, aten.mean.default)
@@ -258,11 +257,7 @@ def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
     taken = start.args[0].meta["val"]
     for node in softmaxes:
         value = node.meta["val"]
-        if node.args[1] not in (-1, value.ndim - 1) or value.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
+        if node.args[1] not in (-1, value.ndim - 1) or value.dtype not in DTYPES:
             return f"a softmax over dimension {node.args[1]} in {value.dtype}"
     if len(gathers) > 1:
         return f"{len(gathers)} gathers read it"
@@ -279,9 +274,8 @@ def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
         return f"{len(inputs)} heads meet in it, {len(trained)} of them with a gradient"
     if (label and label[1] is not own) or any(_itself(node.args[0]) is not own for node in tops):
         return f"{(gathers or tops)[0].name} reads another head, or probabilities"
-    if gather and (
-        gather.args[1] % taken.ndim != taken.ndim - 1 or gather.args[2].meta["val"].shape != (*taken.shape[:-1], 1)
-    ):
+    one = (*taken.shape[:-1], 1)
+    if gather and (gather.args[1] % taken.ndim != len(one) - 1 or gather.args[2].meta["val"].shape != one):
         return "other than one label for each token"
     ends = [*lasts, *gathers, *totals, *tops]
     end = max(ends, key=aliases.position.get)
@@ -384,7 +378,7 @@ def _late(labels: fx.Node, ends: list[fx.Node], first: fx.Node, aliases: Aliases
 
 
 def _is_scatter(node: fx.Node) -> bool:
-    return node.target is aten.scatter_add.default and node.args[0].target in _ZEROS
+    return node.target is aten.scatter_add.default and is_zeros(node.args[0])
 
 
 def _itself(node: fx.Node) -> fx.Node:
