@@ -29,12 +29,12 @@ from torch import fx
 from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import argument, is_cast, only_user, packet, permutation
+from stepgraph.graph.facts import argument, is_cast, is_view, only_user, packet, permutation
 from stepgraph.passes.attention.backends import refusal
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.flex import FlexNodes
 from stepgraph.passes.attention.mask import HIDDEN, Masks
-from stepgraph.passes.attention.nodes import take_place
+from stepgraph.passes.attention.nodes import in_strides_of, take_place
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
@@ -78,9 +78,7 @@ def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassRepor
     report.matched = len(matches)
     report.changed = sum(counts.values())
     by = ", ".join(f"{n} by {backend}" for backend, n in counts.items() if n)
-    report.summary = f"{report.changed} of {report.matched} attentions written out as products" + (
-        f": {by}" if by else ""
-    )
+    report.summary = f"{report.changed} of {report.matched} attentions written out as products{by and ': ' + by}"
 
 
 # Reading
@@ -299,7 +297,7 @@ def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | s
     if found is None or len(outs) != 1:
         return None
     product, ops = found
-    if {_size(n)[-2:] for n in (scores, product)} != {_size(scores)[-2:]} or _size(outs[0])[1] != _size(scores)[-2]:
+    if _size(product)[-2:] != _size(scores)[-2:] or _size(outs[0])[1] != _size(scores)[-2]:
         return None  # rows of other queries
     q, k = product.args[-2:]
     alpha = float(argument(product, "alpha")) if packet(product) is aten.baddbmm else 1.0
@@ -561,7 +559,7 @@ class _Written:
             for node, user, number in self.dbias:
                 value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
                 value = value if number == 1.0 else build(aten.mul.Tensor, value, number)
-                user.replace_input_with(node, value)
+                user.replace_input_with(node, in_strides_of(build, node, value) if is_view(user) else value)
                 erase_unread(node)
             a, b = a * self.alpha, b * self.alpha
             for node, new, number in ((self.dq, grads[0], a), (self.dk, grads[1], b), (self.dv, grads[2], d)):

@@ -68,15 +68,19 @@ def odd_scale(node: fx.Node) -> str | None:
 
 def take_place(old: fx.Node, new: fx.Node) -> None:
     """Replace ``old`` by ``new``, of the same shape, in the strides that what reads it was traced for."""
+    old.replace_all_uses_with(in_strides_of(Builder(old, before=old), old, new))
+
+
+def in_strides_of(build: Builder, old: fx.Node, new: fx.Node) -> fx.Node:
+    """``new``, or a copy of it, in the strides that ``old``, of the same shape, has."""
     value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)
     if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
-        build = Builder(old, before=old)
         outer_first = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
         back = sorted(range(value.ndim), key=outer_first.__getitem__)
         new = build(aten.permute.default, new, outer_first)
         new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
         new = build(aten.permute.default, new, back)
-    old.replace_all_uses_with(new)
+    return new
 
 
 def copied_from(node: fx.Node) -> fx.Node | None:

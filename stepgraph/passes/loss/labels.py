@@ -108,8 +108,7 @@ def _take_places(old: fx.Node, new: fx.Node, at: int) -> None:
                 user.graph.erase_node(user)
     if old.users:
         build, rank = Builder(old, before=old), len(_shape(old))
-        rest = [size for d, size in enumerate(_shape(old)) if d != at]
-        moved = build.view(new, torch.Size([*rest, _shape(old)[at]]))
+        moved = build.view(new, torch.Size([*_shape(old)[:at], *_shape(old)[at + 1 :], _shape(old)[at]]))
         old.replace_all_uses_with(build(aten.permute.default, moved, [*range(at), rank - 1, *range(at, rank - 1)]))
 
 

@@ -634,9 +634,8 @@ class _Writer:
         if total.target in (aten.sum.default, aten.mean.default):
             value = build(aten.sum.default, value)
         if total.target in (aten.mean.default, aten.mean.dim):
-            value = build(
-                aten.div.Scalar, value, math.prod(total.args[0].meta["val"].shape) // math.prod(value.meta["val"].shape)
-            )
+            count = total.args[0].meta["val"].numel() // value.meta["val"].numel()
+            value = build(aten.div.Scalar, value, count)
         return build, value
 
     def _weighted(self, build: Builder, rows: Rows, one: fx.Node | None = None) -> fx.Node:

@@ -246,6 +246,14 @@ def odd_keys(self, q, k, v):
     return F.softmax(scores + bias, -1) @ v[:, :, 1:]
 
 
+def odd_keys_of_pairs(self, q, k, v):
+    """A bias of each pair, as a projection gives it, heads last: what leads on from its gradient is a view."""
+    q, k, v = (x[:, :, :9] for x in (q, k, v))
+    pairs = torch.einsum("bhid,bhjd->bijh", q, k).tanh().permute(0, 3, 1, 2)
+    weights = torch.einsum("bhid,bhjd->bhij", q * q.shape[-1] ** -0.5, k) + pairs
+    return F.pad(torch.einsum("bhij,bhjd->bhid", weights.softmax(-1), v), (0, 0, 0, self.shape[2] - 9))
+
+
 def capped(self, q, k, v):
     scores = 5.0 * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / 5.0)
     later = torch.ones(self.causal.shape, device=q.device).triu(1).bool()
@@ -283,6 +291,7 @@ WAYS = [
     (disentangled, "efficient"),
     (fused_positions, "efficient"),
     (odd_keys, "efficient"),
+    (odd_keys_of_pairs, "efficient"),
     (capped, "flex"),
     (with_sink(False), "flex"),
     (with_sink(True), "flex"),
