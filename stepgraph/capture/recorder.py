@@ -7,9 +7,8 @@ sums several gradients of one tensor run after the node that produced the last o
 collective that runs where autograd works on what forward made from one parameter alone reduces its gradient.
 
 It also decides which calls of ``torch.utils.checkpoint`` a captured step runs twice. Eager runs a checkpointed function
-again in backward, on what its tensors hold then. Where that is what they held in
-forward, and nothing is written, the second run changes no bit: the graph has one run, and a pass may recompute its
-results. Any other call, such as one with a BatchNorm or a counter, is traced twice, with the same random numbers.
+again in backward, on what its tensors hold then. Where that is what they held in forward, and nothing is written, the
+graph has one run, and a pass may recompute its results. Any other is traced twice, with the same random numbers.
 """
 
 import contextlib
@@ -474,8 +473,9 @@ def _refuse_wrapper(module: nn.Module) -> None:
 
 def _refuse_written(node: fx.Node, constants: nn.Module) -> None:
     """A tensor that is no input is written: torch would also write into the user's own while it traces. Or an empty one
-    is, which an operator may give another size, as the first call of quantization's observers does."""
+    is, by an operator that, unlike ``add_``, may give it another size, as quantization's observers do at first."""
     where = provenance(node)
+    resizes = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.name.endswith("_")
     for written in written_arguments(node):
         if written.op == "get_attr" and where.phase == "optimizer":
             raise CaptureError(
@@ -488,10 +488,10 @@ def _refuse_written(node: fx.Node, constants: nn.Module) -> None:
                 "buffer of a module that is part of the model, or that the loss reaches",
                 getattr(constants, written.target),
             )
-        if where.phase != "optimizer" and written.op == "placeholder" and written.meta["val"].numel() == 0:
+        filled = resizes and where.phase != "optimizer" and written.op == "placeholder"
+        if filled and written.meta["val"].numel() == 0:
             raise CaptureError(
-                f"{where.place} runs {node.target} on an empty buffer, which its first call may fill; call the model "
-                "once before the capture"
+                f"{where.place} runs {node.target} on an empty buffer, which it may fill; call the model once first"
             )
 
 

@@ -90,6 +90,15 @@ def test_forms_of_buffers_that_forward_changes_are_refused():
     assert stepgraph.capture(observed, loss_fn, torch.randn(3, 4), passes="exact").verify(torch.randn(3, 4)).bitwise
 
 
+def test_empty_tensors_that_stay_empty_are_written():
+    """Gradients of an empty parameter add up, and a buffer of no elements is scaled in place."""
+    model = Model(lambda model, x: model.linear(x) + model.nothing.sum() + model.none.mul_(2).sum())
+    model.nothing = nn.Parameter(torch.empty(0, 4))
+    model.register_buffer("none", torch.empty(0))
+    step = stepgraph.capture(model, loss_fn, torch.randn(4, 4), accumulate=2, passes="exact")
+    assert step.verify(torch.randn(4, 4)).bitwise
+
+
 def in_autocast(model, x):
     torch.set_autocast_enabled("cpu", True)
     y = model.linear(x)
