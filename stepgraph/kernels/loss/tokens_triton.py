@@ -166,7 +166,7 @@ def launch_gradient(logits: Tensor, *rest: Any, config: Config = None) -> None:
 
 
 def launch_kl(logits: Tensor, other: Tensor, scale: float, config: Config = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `tokens.token_kl_stats`. ``config``: (BLOCK, warps), see `_kl_configuration`."""
+    """As `tokens.token_kl_stats`. ``config``: (BLOCK, warps), see `kl_configuration`."""
     logits, other = in_rows(logits), in_rows(other)
     rows, V = logits.shape
     kl, log_sum, other_log_sum = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
