@@ -31,6 +31,7 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture.python import parts, values
 from stepgraph.capture.python.host_random import ENTROPY, HostRandom
+from stepgraph.capture.python.imports import around_imports
 from stepgraph.capture.python.torch_random import GeneratorCalls
 from stepgraph.capture.python.values import ABSENT, counted_module, is_of_program, kind_of, of_program
 from stepgraph.capture.python.watched import HOOKS, LOSS, Watched, _Walk
@@ -178,6 +179,7 @@ class Reads:
         inside = contextlib.ExitStack()
         inside.enter_context(ENTROPY.counted(is_of_program))
         inside.enter_context(compat.replaced(values.NotedModule, seen=self._see_of_module))
+        inside.enter_context(around_imports(self._imported))
         try:
             for cls in (nn.Module, *self._classes):
                 self._note_class(cls)
@@ -495,6 +497,27 @@ class Reads:
         own = {id(vars(value)) for value in list(self._met.values()) if issubclass(type(value), torch.autocast)}
         found = [change for change in found if id(change.holder) not in own or not str(change.key).startswith("prev")]
         return [change for change in found if change.key is None or not self._is_unread(change, owners)]
+
+    @contextlib.contextmanager
+    def _imported(self) -> Iterator[None]:
+        """What the code inside, of a module that is imported, leaves in what was met was there before the trace."""
+        before = {(id(change.holder), change.key) for change in self._changes()}
+        try:
+            yield
+        finally:
+            for where, holder, key, _, new, _ in self._changes():
+                place = id(holder), key
+                if place in before:
+                    continue
+                if isinstance(holder, os._Environ):
+                    self._variables[key] = new
+                elif place[0] in self._values:
+                    self._values[place[0]] = where, holder, new
+                elif key is None:
+                    self._whole[place[0]] = where, holder, new
+                else:
+                    self._before[place] = where, holder, key, new
+                    self._keys.get(place[0], set()).add(key)
 
     def _is_unread(self, change: Change, owners: dict[int, int]) -> bool:
         """Whether an attribute of the model was only written: a captured step leaves it."""

@@ -160,7 +160,7 @@ def einsum_by_tokens(self, q, k, v):
 def along_rows(self, q, k, v):
     """The pairs of AlphaFold: rows of a square attend each, keys are hidden, and the bias is that of all rows."""
     q, k, v = (x.view(1, 2, *x.shape[1:]) for x in (q, k, v))
-    hidden = torch.linspace(0, -3, q.shape[-2], dtype=q.dtype).expand(1, 2, 1, 1, -1)
+    hidden = torch.linspace(0, -3, q.shape[-2], dtype=q.dtype, device=q.device).expand(1, 2, 1, 1, -1)
     scores = torch.einsum("bnhid,bnhjd->bnhij", q, k) * q.shape[-1] ** -0.5 + hidden + self.bias[:, None]
     return torch.einsum("bnhij,bnhjd->bnhid", scores.softmax(-1), v)[0]
 
