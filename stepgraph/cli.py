@@ -240,11 +240,17 @@ def _helped(command: str, words: list[str]) -> bool:
         text = (_DESCRIPTIONS.get(command) or kinds[-1].__doc__ or "") + f" Presets: {', '.join(PRESETS)}." * models
         show_help(f"stepgraph {command} {arguments}".rstrip(), text, shown)
         return True
-    named = bool(words) and not words[0].startswith("-")
-    if named and command in ("train", "compile", "plan") and words[0] not in PRESETS:
-        raise unknown_name("preset", words[0], PRESETS)
+    if words and not words[0].startswith("-") and command in ("train", "compile", "plan"):
+        _refuse_unknown(words[0], command)
     read_values(words, f"stepgraph {command} {arguments}", options)  # a bad value does not wait for torch either
     return False
+
+
+def _refuse_unknown(preset: str, command: str) -> None:
+    if command == "train" and (Path(preset) / "config.json").is_file():
+        raise ValueError(f"{preset} is the folder of a model, not a preset: give it as --init-from-hf {preset}")
+    if preset not in PRESETS:
+        raise unknown_name("preset", preset, PRESETS)
 
 
 def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
@@ -257,8 +263,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     named = bool(arguments) and not arguments[0].startswith("-")
     preset, options = (arguments[0], arguments[1:]) if named else (DEFAULT, arguments)
-    if preset not in PRESETS:
-        raise unknown_name("preset", preset, PRESETS)
+    _refuse_unknown(preset, command)
     default = PRESETS[preset]()
     file, options = _without_config(options)
     if name := value_of("--init-from-hf", options):

@@ -74,6 +74,14 @@ def test_an_error_of_use_is_one_line_and_exit_code_2(arguments, message):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
 
 
+def test_the_folder_of_a_model_is_no_preset(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    done = run("train", str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith(
+        f": give it as --init-from-hf {tmp_path}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -212,7 +212,8 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     turns = "providers take turns" if settings["device"] == "cpu" else "one provider after another"
     if settings["device"] != "cpu" and together > 1:
         turns = f"{together} providers built together take turns"
-    notes = [f"step ms: median of {repeats} repeats, each the median of {steps} steps; {turns}, a process each"]
+    of = f"{repeats} repeat{'s' * (repeats != 1)}"
+    notes = [f"step ms: median of {of}, each the median of {steps} steps; {turns}, a process each"]
     if best:
         notes.append(f"vs compile: times as fast as the best torch.compile mode measured ({best.provider})")
     if settings["device"] == "cpu":
