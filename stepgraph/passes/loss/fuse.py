@@ -58,8 +58,9 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
         found, options_here = None, options
         if node.target in _OF_LOGITS:
             found = tokens.match(node, aliases)
-            plain = _match(node, aliases) if found is None and node.target is aten._log_softmax.default else None
-            if not isinstance(found, tokens.TokenHead) and not _is_lean(plain, options) and _can_be_spelled(node):
+            alone = found is None and node.target is aten.logsumexp.default  # as of a router; trying is not cheap
+            plain = _match(node, aliases) if found is None and not alone else None
+            if not (alone or isinstance(found, tokens.TokenHead) or _is_lean(plain, options)) and _can_be_spelled(node):
                 found, plain = tokens.match(labels.spell(node), Aliases(step.graph)), None
                 options_here = replace(options, part_bytes=_UNFUSED * options.part_bytes)
             if found is not None:

@@ -300,9 +300,7 @@ def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
     shape, columns = tuple(own.meta["val"].shape[:-1]), taken.shape[-1]
     written = {node for node in ends if aliases.writes.get(aliases.root(node))}
     picked = {(): _of_label(label[0], label[2])} if label else {}
-    tokens = TokenHead(
-        set(softmaxes), sides[0], (*sides, None)[1], shape, gather, late, picked, {}, tops, first, written
-    )
+    tokens = TokenHead({*softmaxes}, sides[0], (*sides, None)[1], shape, gather, late, picked, {}, tops, first, written)
     for total in totals:
         summed = total.target is aten.logsumexp.default
         rows = {(): {SUM: 1.0}} if summed else _contents(read(total.args[0]), own, shape, columns)

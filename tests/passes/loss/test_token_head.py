@@ -12,6 +12,7 @@ from torch import nn
 import stepgraph
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.passes import get, run_passes
+from stepgraph.passes.loss import fuse
 
 aten = torch.ops.aten
 FUSE = replace(get("fuse_loss"), needs_cuda=False)
@@ -568,3 +569,11 @@ def test_the_rest_of_the_passes_run_after_it():
             losses.append(torch.stack([step(ids) for _ in range(4)]))
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
         assert losses[0][-1] < losses[0][0]
+
+
+def test_a_z_loss_of_other_than_the_head_costs_no_trial(monkeypatch):
+    """Each trial copies the graph, and models have a router in every layer."""
+    tried = []
+    monkeypatch.setattr(fuse, "_can_be_spelled", tried.append)
+    *_, report = gradients(Pair(), lambda pair, ids: pair.policy(ids).logsumexp(-1).square().mean(), ids_of(), [FUSE])
+    assert report.changed == 0 and tried == []
