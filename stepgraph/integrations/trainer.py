@@ -44,13 +44,13 @@ from stepgraph.integrations import ranks
 
 logger = logging.getLogger(__name__)
 
-#: Where the number of targets of the whole step travels in the batch, next to the model's inputs. GRPO's batches have
-#: a number of their own.
+#: Where the number of targets of the whole step travels in the batch. GRPO's batches have a number of their own.
 _TARGETS = "Trainer's num_items_in_batch"
 #: Graphs of a run, after which an optimizer or limit that changes again is eager.
 _CAPTURES = 8
-#: The names in TRL's ``training_step`` where it leaves gradients alone: one adds activation offloading, which an
-#: option refuses, the other counts and takes the time.
+#: In the place of TRL's own, and the same in each step: a graph is of the functions that its step reads.
+_without_triton, _untimed = lambda _: False, lambda *_: contextlib.nullcontext()
+#: The names in TRL's ``training_step`` where it leaves gradients alone: it offloads (an option, refused), or counts.
 _LEAVE_GRADIENTS = (
     {"super", "training_step", "maybe_activation_offload_context"},
     {"super", "training_step", "time", "perf_counter", "_step", "_current_train_step_time", "_metrics", "append"}
@@ -599,9 +599,9 @@ def _trl_in_a_graph() -> Iterator[None]:
     utils, profiling = (sys.modules.get(f"trl.{name}") for name in ("trainer.utils", "extras.profiling"))
     with contextlib.ExitStack() as inside:
         if hasattr(utils, "_use_triton"):
-            inside.enter_context(replaced(utils, _use_triton=lambda _: False))
+            inside.enter_context(replaced(utils, _use_triton=_without_triton))
         if hasattr(profiling, "profiling_context"):
-            inside.enter_context(replaced(profiling, profiling_context=lambda *_: contextlib.nullcontext()))
+            inside.enter_context(replaced(profiling, profiling_context=_untimed))
         yield
 
 
