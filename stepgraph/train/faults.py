@@ -54,7 +54,7 @@ class Finite:
     def require(
         self, what: str, value: float, step: int, batch: dict[str, torch.Tensor], *, updated: bool = True
     ) -> None:
-        """Raise `NotFiniteError`, and keep the batch, if ``value`` is not finite: nothing after it can be of use.
+        """Raise `NotFiniteError`, and keep the batch, if ``value`` is not finite: later steps would only spread it.
 
         ``updated``: whether an update came before it, whose learning rate may be to blame.
         """

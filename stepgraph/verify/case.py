@@ -111,8 +111,8 @@ def eager_step(
 
     ``skip_nonfinite``: parameters, buffers and optimizer state stay as they were where loss or norm is not finite.
 
-    Gradients of this step alone are clipped and updated with. Those that no optimizer takes are added to the
-    ``param.grad`` of before; the others leave it as it was.
+    Clipping and the update use the gradients of this step only. Gradients of parameters without an optimizer are added
+    to ``param.grad``; for all others, ``param.grad`` is restored.
     """
     whole = whole or model
     params = [p for p in whole.parameters() if p.requires_grad]

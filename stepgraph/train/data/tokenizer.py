@@ -154,8 +154,8 @@ BEGIN_OF_TEXT_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<｜begin▁of▁se
 GENERATION = "generation_config.json"
 #: Tokenizers of transformers whose special tokens are only the ones that the settings name.
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-#: Beside a tokenizer.json: what else belongs to it, and how to generate with its model.
-BESIDE = (SETTINGS, SPECIAL, "chat_template.jinja", GENERATION)
+#: Files copied along with tokenizer.json, among them the model's generation config.
+_COMPANIONS = (SETTINGS, SPECIAL, "chat_template.jinja", GENERATION)
 
 
 class TokenizerFiles:
@@ -213,9 +213,9 @@ class TokenizerFiles:
     @property
     def chat_template(self) -> str | None:
         """The template next to the tokenizer, the one called default where there are several; None if there is none."""
-        beside = None if self._path is None else self._path.parent / "chat_template.jinja"
-        if beside is not None and beside.is_file():
-            return beside.read_text(encoding="utf-8")
+        template = None if self._path is None else self._path.parent / "chat_template.jinja"
+        if template is not None and template.is_file():
+            return template.read_text(encoding="utf-8")
         given = self.settings.get("chat_template")
         if isinstance(given, list):
             named = [one for one in given if isinstance(one, dict)]
@@ -230,7 +230,7 @@ class TokenizerFiles:
             (folder / "tokenizer.json").write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
         else:
             shutil.copyfile(self._path, folder / "tokenizer.json")
-            for name in BESIDE:
+            for name in _COMPANIONS:
                 if (self._path.parent / name).is_file():
                     shutil.copyfile(self._path.parent / name, folder / name)
         if (folder / GENERATION).exists() and self._generation.get("eos_token_id") not in (self.eos_id, self.ends):

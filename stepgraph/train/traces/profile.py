@@ -149,7 +149,7 @@ Event = Mapping[str, Any]
 
 #: Begins the name of the range around a node: ``stepgraph:GRAPH/NODE|MODULE``.
 PREFIX = "stepgraph:"
-#: Stands for the kernels of a node that runs on the host.
+#: Used in place of kernel names for a node that runs on the host.
 _HOST = ""
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
