@@ -276,6 +276,17 @@ def refuse_own_backward(params: Sequence[tuple[str, torch.Tensor]]) -> None:
         )
 
 
+def refuse_parts(parts: Sequence[torch.Tensor], path: str, exact: int) -> None:
+    """Raise if eager adds up ``parts``, gradients of a parameter of module ``path``, one by one to those of earlier
+    microbatches, of which all are to have its bits if ``exact`` is above 1."""
+    if len(parts) > 1 and exact > 1:
+        raise CaptureError(
+            f"a parameter of module {path or 'model'} gets {len(parts)} gradients from calls of backward() in the "
+            "backward of a torch.autograd.Function, which eager adds to those of earlier microbatches one by one; "
+            "capture with accumulate=1, or passes that round differently"
+        )
+
+
 def refuse_replaced(before: Mapping[str, nn.Module], model: nn.Module) -> None:
     """Raise if forward has replaced, added or removed modules; ``before``: by their paths."""
     now = dict(model.named_modules())

@@ -5,8 +5,9 @@ parameter, or one tensor for two parameters. ``backward()`` puts that in order w
 memory decides the rounding of norms and what the fused optimizer kernels, which read memory linearly, make of it.
 """
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -149,6 +150,19 @@ def local(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
     return grad.to_local()
+
+
+@contextlib.contextmanager
+def received(params: Sequence[torch.Tensor]) -> Iterator[list[list[torch.Tensor]]]:
+    """Inside, the gradients that eager adds up in ``.grad`` of each of ``params``, in its order: one, or several where
+    the formula of a ``torch.autograd.Function`` runs ``backward()`` itself."""
+    parts: list[list[torch.Tensor]] = [[] for _ in params]
+    hooks = [param.register_hook(of.append) for param, of in zip(params, parts, strict=True)]
+    try:
+        yield parts
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def unshared(grads: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> list[torch.Tensor]:

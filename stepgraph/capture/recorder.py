@@ -358,8 +358,9 @@ class Recorder:
         finally:  # torch ends it by an exception once nothing more is needed
             self._open, self._again, self.stack[:] = before
 
-    def watch_backward(self, loss: torch.Tensor, params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
-        """Attribute what runs in the backward of ``loss`` to the forward operators that made it necessary.
+    def watch_backward(self, roots: Sequence[Any], params: Sequence[torch.Tensor], frozen: Mapping[int, str]) -> None:
+        """Attribute what runs in backward from the autograd nodes ``roots`` to the forward operators that made it
+        necessary; from inside another backward, to the one that runs.
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
         checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
@@ -368,15 +369,14 @@ class Recorder:
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
-        seen, queue = set(), [(loss.grad_fn, None)]
+        seen, queue = set(), [(root, self.origin) for root in roots]
         uses: dict[Any, list[int]] = defaultdict(list)
         while queue:
             node, user = queue.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node.name() == "torch::autograd::AccumulateGrad":
-                leaf = node.variable
+            if (leaf := compat.leaf_of(node)) is not None:
                 if id(leaf) in frozen or (id(leaf) not in known and not _made_in_trace(leaf)):
                     _refuse_foreign(leaf, frozen.get(id(leaf)), user)
                 continue
@@ -386,17 +386,25 @@ class Recorder:
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
             if self._apart and self.exact:
-                for leaf in [one for one, _ in node.next_functions if id(getattr(one, "variable", None)) in known]:
-                    uses[leaf].append(node._sequence_nr())
-        for leaf, numbers in uses.items():
-            if not self._is_in_order(sorted(numbers, reverse=True), self.exact > 1):
-                _refuse_order(leaf.variable, self._forward.get(max(numbers)))
+                for one, _ in node.next_functions:
+                    if id(compat.leaf_of(_uncast(one))) in known:
+                        uses[one].append(node._sequence_nr())
+        for one, numbers in uses.items():
+            # Eager casts again in each re-entrant call: the gradients of one cast are those of one call, or of none.
+            is_cast = _uncast(one) is not one
+            in_order = self._is_in_order(sorted(numbers, reverse=True), self.exact > 1)
+            if not in_order or (is_cast and len(set(self._groups(numbers))) > 1):
+                _refuse_order(compat.leaf_of(_uncast(one)), self._forward.get(max(numbers)))
+
+    def _groups(self, numbers: Sequence[int]) -> list[int]:
+        """For each of these ``numbers`` of autograd, the re-entrant checkpoint that it is of, or -1."""
+        return [next((i for i, (a, b) in enumerate(self._apart) if a < number <= b), -1) for number in numbers]
 
     def _is_in_order(self, numbers: Sequence[int], accumulates: bool) -> bool:
         """Whether adding up a parameter's gradients one by one, from the operators with these ``numbers``, is what
         eager does, which adds up those of each re-entrant checkpoint, and those of all else, by themselves, and one
         after the other to those of earlier microbatches, where it ``accumulates``."""
-        groups = [next((i for i, (a, b) in enumerate(self._apart) if a < number <= b), -1) for number in numbers]
+        groups = self._groups(numbers)
         last = {group: place for place, group in enumerate(groups)}
         first = min(last, key=lambda group: last[group])
         whole = groups[: last[first] + 1].count(first) == last[first] + 1
@@ -433,6 +441,11 @@ def _made_in_trace(leaf: torch.Tensor) -> bool:
     """Whether the running trace made ``leaf``, or was given it in the batch."""
     nodes = [compat.node_of_trace(t) for t in unwrap(leaf)[0]]
     return all(node is not None and node.op != "get_attr" for node in nodes)
+
+
+def _uncast(node: Any) -> Any:
+    """The autograd node that ``node`` casts, if it is a cast, else ``node``."""
+    return node.next_functions[0][0] if type(node).__name__ == "ToCopyBackward0" else node
 
 
 def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance | None) -> None:

@@ -147,8 +147,8 @@ class Owners:
         return None if found[start] is MIXED else found[start]
 
     def _owner(self, node: Any, following: Sequence[Any]) -> Any:
-        if node.name() == "torch::autograd::AccumulateGrad":
-            return self._leaves.get(id(node.variable), MIXED)
+        if (leaf := compat.leaf_of(node)) is not None:
+            return self._leaves.get(id(leaf), MIXED)
         # The first that a parameter takes part in: operators that need no gradient may have run since.
         first = next((made for n in self._forward.get(node._sequence_nr(), ()) if (made := self._made[n])), None)
         owners = {first, *map(self._found.__getitem__, following)} - {None}

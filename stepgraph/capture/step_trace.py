@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -392,10 +392,17 @@ class StepTrace:
         if self.accumulate > 1:
             loss = loss / self.accumulate
         seed = torch.ones_like(loss)
-        self.recorder.watch_backward(loss, [p for _, p in params], frozen)
-        with self.recorder.in_phase("backward"), torch.no_grad():
+        trained = [p for _, p in params]
+        watch = partial(self.recorder.watch_backward, params=trained, frozen=frozen)
+        watch([loss.grad_fn])
+        with (
+            self.recorder.in_phase("backward"),
+            torch.no_grad(),
+            compat.watched_backward(watch),
+            gradients.received(trained) as received,
+        ):
             try:
-                grads = list(torch.autograd.grad(loss, [p for _, p in params], seed, allow_unused=True))
+                grads = list(torch.autograd.grad(loss, trained, seed, allow_unused=True))
             except RuntimeError as error:
                 # What eager saves inside a checkpointed call, it makes again in backward, whatever was written since.
                 calls = range(self.recorder.checkpoints)
@@ -405,6 +412,9 @@ class StepTrace:
             checks.refuse_draws(self.reads.random, "backward")
             for i, (path, param) in enumerate(params):
                 self.recorder.attribute(path, param)
+                if param.grad is not None:
+                    checks.refuse_parts(received[i], path, self.recorder.exact)
+                    grads[i] = reduce(torch.add, received[i])
                 if grads[i] is not None:
                     checks.refuse_sparse(grads[i], path)
                     grad = gradients.local(grads[i], param)

@@ -128,6 +128,7 @@ from stepgraph.compat.tracing import (
     is_tracing,
     latest_of_trace,
     lazy_graph_module,
+    leaf_of,
     names_of_copies,
     node_of_trace,
     record_call,
@@ -137,6 +138,7 @@ from stepgraph.compat.tracing import (
     trace,
     trace_context,
     uncompiled_path,
+    watched_backward,
 )
 from stepgraph.compat.triton import (
     TritonSource,

@@ -343,6 +343,25 @@ def _detached(given: Any) -> Any:
     return given
 
 
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The tensor that an autograd node adds up the gradients of; None for other nodes, whose attributes may be set."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+@contextlib.contextmanager
+def watched_backward(watch: Callable[[list[Any]], None]) -> Iterator[None]:
+    """Inside, ``watch`` receives the autograd nodes that a call of ``backward()`` starts from, before it runs."""
+    run = torch.autograd._engine_run_backward
+
+    def watched(outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        if accumulate_grad:
+            watch([one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in outputs])
+        return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
+
+    with replaced(torch.autograd, _engine_run_backward=watched):
+        yield
+
+
 @contextlib.contextmanager
 def attention_as_in_eager() -> Iterator[None]:
     """Inside, torch's attention and encoder layers without gradients call the operators that they call in eager, where

@@ -373,6 +373,20 @@ def test_a_weight_whose_gradients_eager_adds_up_in_another_order_is_refused(plan
     stepgraph.capture(model, shared_loss, x, passes=stepgraph.StepOptions(inductor="off"))
 
 
+@pytest.mark.parametrize("plan", [(("r", 1), ("o", 1)), (("o", 1), ("r", 1)), (("r", 1), ("r", 1))])
+def test_a_cast_weight_in_and_around_re_entrant_calls_is_refused(plan):
+    """Eager casts it again in each call's backward, and adds up gradients in fp32 that one cast adds up in bf16."""
+
+    def loss_fn(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return shared_loss(model, x)
+
+    with pytest.raises(CaptureError, match=r"re-entrant.*test_checkpoint.py:\d+.*use_reentrant=False"):
+        stepgraph.capture(Shared(*plan), loss_fn, torch.randn(3, 4), passes="exact")
+    step = stepgraph.capture(Shared(("o", 1), ("o", 1)), loss_fn, torch.randn(3, 4), passes="exact")
+    assert step.verify(torch.randn(3, 4)).bitwise
+
+
 def test_a_refused_capture_leaves_no_hooks_of_saved_tensors():
     """Also while its error is held, whose frames hold what torch 2.11 began: later captures would call them."""
     with pytest.raises(CaptureError, match="re-entrant"):
