@@ -169,7 +169,8 @@ def kind_of(cls: type) -> str:
         return found
     if hasattr(cls, "__next__"):
         return "moving"
-    if cls.__module__.partition(".")[0] in _SILENT or _is_ours(cls.__module__):
+    module = cls.__module__
+    if module.partition(".")[0] in _SILENT or module == "torch._ops" or _is_ours(module):  # operators cache dispatch
         return "opaque"
     return "instance" if cls.__flags__ & _HEAP or getattr(cls, "__dictoffset__", 0) else "opaque"
 

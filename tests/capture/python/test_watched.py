@@ -459,3 +459,34 @@ def test_what_was_missing_and_what_is_deleted():
             lambda: delattr(model, "factor"),
         ],
     )
+
+
+class Subclass(torch.Tensor):
+    table = {torch.ops.aten.erfinv.default: torch.ops.aten.digamma.default}
+
+
+class MayDispatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        if isinstance(x, Subclass):
+            return x.table[torch.ops.aten.erfinv.default](x).sum()
+        return (x + self.weight.square()).sum()
+
+
+@pytest.mark.filterwarnings("error:.*captured again")
+def test_operators_in_tables_are_compared_by_identity():
+    """torch's operators note how they were dispatched."""
+    model = MayDispatch()
+    step = stepgraph.capture(model, lambda model, x: model(x), torch.ones(3), torch.optim.SGD(model.parameters(), 0.1))
+    noted = torch.ops.aten.erfinv.default._dispatch_cache
+    noted["by a test"] = None
+    try:
+        step(torch.ones(3))
+    finally:
+        del noted["by a test"]
+    Subclass.table[torch.ops.aten.erfinv.default] = torch.ops.aten.lgamma.default
+    with pytest.warns(UserWarning, match="captured again"):
+        step(torch.ones(3))
