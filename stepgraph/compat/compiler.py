@@ -102,9 +102,12 @@ def import_inductor() -> None:
     """What `inductor_compile` imports and reads at its first piece, which takes seconds."""
     from torch._inductor import compile_fx, standalone_compile  # noqa: F401
     from torch._inductor.codecache import torch_key
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
     inductor()
-    torch_key()  # a hash of torch's files
+    torch_key()  # a hash of torch's files, and of Triton's
+    if HAS_TRITON:
+        triton_key()
 
 
 def inductor_source(function: Callable[[list[Any]], Sequence[Any]]) -> str:

@@ -1,16 +1,21 @@
-"""``python -m stepgraph.passes.compile.helper FD``: compiles pieces for whoever started it.
+"""``python -m stepgraph.passes.compile.helper FD ...``: helpers that compile pieces for whoever started them.
 
-The results are in Inductor's cache on disk. ``FD``: its end of a `multiprocessing.Pipe`. It sends True when it can
-serve a `Request`, gets one, and sends for each piece in order, when it is done, None, or why it is not in the cache.
+The results are in Inductor's cache on disk. One process imports, then forks a helper for each ``FD``, its end of a
+`multiprocessing.Pipe`, and says so by True on the first. A helper gets a `Request` and sends for each piece in order,
+when it is done, None, or why it is not in the cache.
 """
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from stepgraph import compat
+from stepgraph.errors import first_line
 from stepgraph.inductor.library import Compiled
 from stepgraph.inductor.packed import unpack
 from stepgraph.passes.compile.helpers import Request  # and, as all passes are, the operators that pieces call
@@ -19,26 +24,46 @@ from stepgraph.passes.compile.helpers import Request  # and, as all passes are, 
 _PATIENCE_S = 300
 
 
-def main(connection: Connection) -> int:
-    """Serves one request; the exit status is 0 whatever became of single pieces."""
+def main(connections: Sequence[Connection]) -> None:
+    """Returns in each helper, when it has served, and in the process that they are forks of after all of them."""
     compat.import_inductor()  # while the one who started this traces
-    connection.send(True)
+    connections[0].send(True)
+    for i, connection in enumerate(connections):
+        if os.fork() == 0:
+            for other in connections[i + 1 :]:  # whose helpers alone hold them, so that their ends are seen
+                other.close()
+            return serve(connection)
+        connection.close()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends the helpers, and with them this process
+    for _ in connections:
+        os.wait()
+
+
+def serve(connection: Connection) -> None:
+    """Serves one request."""
     if not connection.poll(_PATIENCE_S):
-        return 0
+        return
     try:
         request: Request = connection.recv()
     except EOFError:  # nobody asks any more
-        return 0
-    if request.device is not None:
-        torch.cuda.set_device(request.device)
-    refused = None
+        return
+    refused = _without_device(request.device)
     if not compat.take_inductor_settings(request.settings, request.threads):
         refused = "Inductor has other settings there"
     elif request.place is not None and not _named(*request.place, request.groups):
         refused = "process groups have other names there"
     for piece in request.pieces:
         connection.send(refused or _compiled(piece))
-    return 0
+
+
+def _without_device(device: int | None) -> str | None:
+    """Take the GPU ``device``; why that fails, or None."""
+    try:
+        if device is not None:
+            torch.cuda.set_device(device)
+    except RuntimeError as failure:  # such as of a fork of a process that has a GPU
+        return first_line(failure)
+    return None
 
 
 def _named(rank: int, world: int, groups: dict[str, list[int]]) -> bool:
@@ -52,9 +77,10 @@ def _compiled(data: bytes) -> str | None:
     try:
         Compiled(*unpack(data))
     except Exception as failure:  # whoever asked compiles it then, and shows what is wrong
-        return f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
+        return f"{type(failure).__name__}: {first_line(failure)}"
     return None
 
 
 if __name__ == "__main__":
-    sys.exit(main(Connection(int(sys.argv[1]))))
+    main([Connection(int(number)) for number in sys.argv[1:]])
+    os._exit(0)  # to take apart what was imported takes a second

@@ -9,8 +9,10 @@ a helper cannot compile, or compiles to another key, is compiled here.
 import atexit
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Hashable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -46,50 +48,52 @@ class Request(NamedTuple):
     groups: dict[str, list[int]] = {}
 
 
-class _Helper(Child):
-    """One process; it ends with its request, or when this process does."""
+class Team(Child):
+    """Helpers, which are forks of one process: what they need is imported once. Each ends with its request, or when
+    this process does."""
 
-    def __init__(self) -> None:
-        # Its kernels are compiled by itself: Inductor's pool would take as long to start as it has to do.
-        super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, TORCHINDUCTOR_COMPILE_THREADS="1")
+    def __init__(self, count: int) -> None:
+        # Kernels are compiled by the helpers: Inductor's pool would take as long to start as it has to do. CUDA, which
+        # torch would begin to use while it is imported, works in no fork of a process that uses it.
+        settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, count, **settings)
         self._ready = False
 
     def ready(self) -> bool:
-        """Whether it has imported what it needs."""
+        """Whether they have imported what they need."""
         if not self._ready and self.connection.poll():
             with contextlib.suppress(EOFError, ConnectionError):
                 self._ready = self.connection.recv()
         return self._ready
 
-    def send(self, request: Request) -> None:
-        with contextlib.suppress(ConnectionError):
-            self.connection.send(request)
-
-    def answer(self) -> str | None:
-        """Wait for its next piece: why it did not compile that, or None."""
-        if not self.connection.poll(_LIMIT_S):
-            self.end()
-            return f"not done within {_LIMIT_S} s"
+    def answer(self, connection: Connection) -> str | None:
+        """Wait for a helper's next piece: why it did not compile that, or None."""
         try:
-            return self.connection.recv()
-        except (EOFError, ConnectionError):
+            if connection.poll(_LIMIT_S):
+                return connection.recv()
+        except (EOFError, OSError):  # closed here, too
             return "the process that was to compile it has ended"
+        connection.close()  # what it compiles is not waited for
+        return f"not done within {_LIMIT_S} s"
 
     def end(self) -> None:
-        self.process.kill()
+        """End them. The process that they are forks of ends last, so that their memory is free then."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(_END_S)
 
 
-_started: list[_Helper] = []
+_started: list[Team] = []
 
 
 def start_helpers() -> None:
     """Start as many as Inductor may use cores for, of this rank's share. They begin by importing."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
     cores = min(compat.compile_threads(), (os.cpu_count() or 1) // ranks)
-    _started[:] = [helper for helper in _started if helper.process.poll() is None]  # the rest ended unasked
-    _started.extend(_Helper() for _ in range(min(_MOST, cores // _CORES_OF_EACH) - len(_started)))
+    _started[:] = [team for team in _started if team.process.poll() is None]  # another ended unasked
+    if (count := min(_MOST, cores // _CORES_OF_EACH)) and not _started:
+        _started.append(Team(count))
 
 
 @atexit.register
@@ -105,8 +109,7 @@ class Helpers:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self._free, _started[:] = list(_started), []
-        self._busy: list[_Helper] = []
+        self._team = _started.pop() if _started else None
         self.compiled = 0
 
     def __enter__(self) -> "Helpers":
@@ -117,47 +120,38 @@ class Helpers:
 
     def stop(self) -> None:
         """End them: what they have not compiled is left to this process."""
-        ending = (*self._free, *self._busy)
-        for helper in ending:  # the driver frees their contexts at the same time
-            helper.process.kill()
-        for helper in ending:
-            helper.end()
-        self._free, self._busy = [], []
+        team, self._team = self._team, None
+        if team is not None:
+            team.end()
 
     def share(self, work: Work) -> Iterator[Key]:
-        """The pieces in the order in which to compile or load them here: first the pieces of this process, then the
-        helpers', each when it is done. Helpers that are not ready, at the latest after the first piece, get none."""
-        if work and not all(helper.ready() for helper in self._free):
+        """The pieces in the order in which to compile or load them here: the first ones until helpers are ready, then
+        those of this process, then the helpers', each when it is done."""
+        while work and self._team is not None and not self._team.ready():
             first, *rest = work
             yield first
             work = {key: work[key] for key in rest}
-        for helper in [helper for helper in self._free if not helper.ready()]:
-            helper.end()
-            self._free.remove(helper)
-        shares = _shares(work, len(self._free) + 1)
-        given: list[tuple[_Helper, list[Key]]] = []
-        for helper, keys in zip(list(self._free), shares[1:], strict=True):
+        helpers = self._team.connections if work and self._team is not None else []
+        mine, *shares = _shares(work, len(helpers) + 1)
+        given: list[tuple[Connection, list[Key]]] = []
+        for helper, keys in zip(helpers, shares, strict=True):
             packed = {}
             for key in keys:
                 try:
                     packed[key] = pack(*work[key])
                 except NotSavable as reason:
-                    shares[0].append(key)
+                    mine.append(key)
                     self._missed(str(reason))
             if packed:
-                helper.send(_request(work, list(packed.values())))
+                with contextlib.suppress(ConnectionError):
+                    helper.send(_request(work, list(packed.values())))
                 given.append((helper, list(packed)))
-                self._free.remove(helper)
-                self._busy.append(helper)
-        yield from shares[0]
+        yield from mine
         for helper, keys in given:
             for key in keys:
-                if helper in self._busy:
-                    self._noted(helper.answer())
+                if self._team is not None:
+                    self._noted(self._team.answer(helper))
                 yield key
-            if helper in self._busy:
-                helper.end()  # its memory is free
-                self._busy.remove(helper)
 
     def _noted(self, reason: str | None) -> None:
         if reason is None:

@@ -3,8 +3,10 @@
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,25 +21,21 @@ from stepgraph.passes.compile.helpers import Helpers
 from tests.distributed.ranks import on_processes
 
 
-class Answering:
-    """A helper that answers what it is told to."""
+class Answering(list):
+    """A team, and the list of what each of its ``count`` helpers is sent. ``answers``: theirs, in order; ``ready``: how
+    often they are asked in vain whether they are."""
 
-    def __init__(self, *answers, ready=True):
-        self.answers, self.is_ready = list(answers), ready
-        self.requests, self.killed, self.ended = [], False, 0
-        self.process = self  # which is killed
+    def __init__(self, count, *answers, ready=0):
+        super().__init__(Asked() for _ in range(count))
+        self.connections, self.answers, self.vain = self, list(answers), ready
+        self.process, self.killed, self.ended = self, False, 0
 
     def ready(self):
-        return self.is_ready
+        self.vain -= 1
+        return self.vain < 0
 
-    def send(self, request):
-        self.requests.append(request)
-
-    def answer(self):
+    def answer(self, helper):
         return self.answers.pop(0) if self.answers else "it has ended"
-
-    def kill(self):
-        self.killed = True
 
     def poll(self):
         return 0 if self.killed else None
@@ -46,12 +44,22 @@ class Answering:
         self.ended += 1
 
 
+class Asked:
+    """What a helper is sent."""
+
+    def __init__(self):
+        self.requests = []
+
+    def send(self, request):
+        self.requests.append(request)
+
+
 @pytest.fixture
 def started(monkeypatch):
-    """Makes helpers of those that are given."""
+    """Makes helpers of a team."""
 
-    def start(*those):
-        monkeypatch.setattr(helpers, "_started", list(those))
+    def start(*teams):
+        monkeypatch.setattr(helpers, "_started", list(teams))
         return Helpers()
 
     return start
@@ -75,30 +83,17 @@ def sizes_of(request):
     return [sum(n.op == "call_function" for n in unpack(data)[0].graph.nodes) for data in request.pieces]
 
 
-def test_helpers_are_killed_together_before_any_is_waited_for(started):
-    waited = []
-
-    class Slow(Answering):
-        def end(self):
-            waited.append([helper.killed for helper in both])
-
-    both = [Slow(), Slow()]
-    started(*both).stop()
-    assert waited == [[True, True], [True, True]]
-
-
 def test_no_piece_is_new(started):
-    with started(Answering(None, ready=False)) as found:
+    with started(Answering(1, None, ready=1)) as found:
         assert list(found.share({})) == []
 
 
 def test_pieces_are_shared_by_size_and_the_first_stays_here(started):
-    one, other = Answering(None, None), Answering(None, None)
-    with started(one, other) as found:
+    team = Answering(2, None, None, None)
+    with started(team) as found:
         assert list(found.share(work(1, 40, 9, 30, 25, 12))) == ["a", "e", "f", "b", "c", "d"]
-        assert [sizes_of(helper.requests[0]) for helper in (one, other)] == [[40], [9, 30]]
-        assert one.ended == other.ended == 1  # each when it is done
-    assert (found.compiled, found.notes) == (3, [])
+        assert [sizes_of(helper.requests[0]) for helper in team] == [[40], [9, 30]]
+    assert (found.compiled, found.notes, team.ended) == (3, [], 1)
 
 
 def test_without_helpers_all_is_done_here_in_order(started):
@@ -106,40 +101,43 @@ def test_without_helpers_all_is_done_here_in_order(started):
         assert list(found.share(work(3, 9, 1))) == ["a", "b", "c"]
 
 
-def test_one_that_is_not_ready_after_the_first_piece_gets_nothing(started):
-    never, late = Answering(ready=False), Answering(None, ready=False)
-    with started(never, late) as found:
-        order = found.share(work(3, 9, 1))
-        assert next(order) == "a"
-        late.is_ready = True
-        assert list(order) == ["b", "c"]
-    assert (never.requests, never.ended, found.compiled) == ([], 1, 1)
-    assert [sizes_of(request) for request in late.requests] == [[1]]
+def test_until_they_are_ready_pieces_are_done_here(started):
+    team = Answering(1, None, ready=2)
+    with started(team) as found:
+        assert list(found.share(work(3, 9, 5, 1))) == ["a", "b", "c", "d"]
+    assert [sizes_of(request) for request in team[0].requests] == [[1]] and found.compiled == 1
+
+
+def test_helpers_that_are_never_ready_are_ended(started):
+    team = Answering(2, ready=300)
+    with started(team) as found:
+        assert list(found.share(work(3, 9, 1))) == ["a", "b", "c"]
+    assert (team[0].requests, team.ended, found.notes) == ([], 1, [])
 
 
 def test_what_a_helper_misses_is_told_once_and_left_to_this_process(started):
-    with started(Answering("ValueError: no", "ValueError: no")) as found:
+    with started(Answering(1, "ValueError: no", "ValueError: no")) as found:
         assert sorted(found.share(work(5, 5, 5, 5))) == ["a", "b", "c", "d"]
     assert found.compiled == 0
     assert found.notes == ["a piece not compiled by a helper: ValueError: no"]
 
 
 def test_what_cannot_be_packed_stays_here(started):
-    helper = Answering()
-    with started(helper) as found:
+    team = Answering(1)
+    with started(team) as found:
         assert list(found.share(work(5, 5, options={"pass": lambda graph: None}))) == ["a", "b"]
-    assert helper.requests == [] and helper.ended == 1
+    assert team[0].requests == [] and team.ended == 1
     assert found.notes[0].startswith("a piece not compiled by a helper: ")
 
 
 def test_once_they_are_stopped_nobody_waits(started):
-    helper = Answering()
-    with started(helper) as found:
+    team = Answering(1)
+    with started(team) as found:
         order = found.share(work(5, 5))
         assert next(order) == "a"
         found.stop()
         assert list(order) == ["b"]
-    assert (helper.ended, found.notes) == (1, [])
+    assert (team.ended, found.notes) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -154,29 +152,71 @@ def test_a_process_that_gives_no_answer_is_not_waited_for(script, limit, reason,
     run = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kept: run([sys.executable, "-c", script], **kept))
     monkeypatch.setattr(helpers, "_LIMIT_S", limit)
-    helper = helpers._Helper()
+    team = helpers.Team(1)
     try:
-        assert helper.answer() == reason
+        assert team.answer(team.connection) == reason
+        assert team.answer(team.connection) == "the process that was to compile it has ended"  # at once
     finally:
-        helper.end()
+        team.end()
 
 
-def test_a_killed_helper_that_does_not_end_holds_up_nothing(monkeypatch):
+def test_helpers_that_do_not_end_hold_up_nothing(monkeypatch):
     """A driver may take minutes to free what a process held, while other ranks wait in their first collective."""
+    killed = []
 
     class Held:
-        killed = False
+        pid = 7
 
-        def kill(self):
-            self.killed = True
+        def poll(self):
+            return None
 
         def wait(self, timeout):
             raise subprocess.TimeoutExpired("helper", timeout)
 
-    held = Held()
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: held)
-    helpers._Helper().end()
-    assert held.killed
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: Held())
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append((group, number)))
+    helpers.Team(2).end()
+    assert killed == [(7, signal.SIGTERM)]
+
+
+FORKS = """
+import os, sys, time
+from multiprocessing.connection import Connection
+from stepgraph import compat
+from stepgraph.passes.compile import helper
+compat.import_inductor = lambda: None
+def serve(connection):
+    connection.send(os.getpid())
+    connection.recv()
+    if connection.recv() == "end":
+        os._exit(0)
+    time.sleep(60)
+helper.serve = serve
+helper.main([Connection(int(number)) for number in sys.argv[1:]])
+os._exit(0)
+"""
+
+
+def test_helpers_are_forks_that_end_one_by_one_and_together(monkeypatch):
+    run = subprocess.Popen
+    monkeypatch.setenv("PYTHONPATH", str(Path(stepgraph.__file__).parents[1]))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **kept: run([sys.executable, "-c", FORKS, *command[3:]], **kept)
+    )
+    team = helpers.Team(3)
+    one, other, last = team.connections
+    assert one.recv() is True
+    pids = [connection.recv() for connection in team.connections]
+    assert len({team.process.pid, *pids}) == 4
+    for connection in team.connections:
+        connection.send("request")
+    one.send("end")
+    assert team.answer(one) == "the process that was to compile it has ended" and not other.poll()
+    last.send("sleep")
+    began = time.monotonic()
+    team.end()
+    assert team.process.returncode == 0 and time.monotonic() - began < 2
+    assert team.answer(other) == team.answer(last) == "the process that was to compile it has ended"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +231,7 @@ def test_a_killed_helper_that_does_not_end_holds_up_nothing(monkeypatch):
     ],
 )
 def test_ranks_of_a_machine_share_its_cores_before_they_meet_too(ranks, there, met, count, monkeypatch):
-    monkeypatch.setattr(helpers, "_Helper", Answering)
+    monkeypatch.setattr(helpers, "Team", Answering)
     monkeypatch.setattr(helpers, "_started", [])
     monkeypatch.setattr(compat, "compile_threads", lambda: 32)
     monkeypatch.setattr(os, "cpu_count", lambda: 48)
@@ -202,11 +242,11 @@ def test_ranks_of_a_machine_share_its_cores_before_they_meet_too(ranks, there, m
         monkeypatch.setenv("LOCAL_WORLD_SIZE", there)
     helpers.start_helpers()
     helpers.start_helpers()  # by the next capture
-    assert len(helpers._started) == count
-    for one in helpers._started:
-        one.kill()
+    assert [len(team) for team in helpers._started] == [count] * (count > 0)
+    for team in helpers._started:
+        team.killed = True
     helpers.start_helpers()
-    assert len(helpers._started) == count and not any(one.killed for one in helpers._started)
+    assert [(len(team), team.killed) for team in helpers._started] == [(count, False)] * (count > 0)
 
 
 def _reduced(name):
@@ -257,7 +297,7 @@ from stepgraph.passes.compile import helpers
 {}
 for helped in (True, False):
     if helped:
-        helpers._started.append(helpers._Helper())
+        helpers._started.append(helpers.Team(1))
         while not helpers._started[0].ready():
             time.sleep(0.1)
     step = stepgraph.capture(model, loss, batch, passes=passes)
