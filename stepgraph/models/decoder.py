@@ -2,6 +2,7 @@
 keys and values of the tokens so far, which a model that generates text reads instead of computing them again."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,53 @@ class LayerCache:
 
 
 Cache = Sequence[LayerCache]
+Norm = Callable[[int], nn.Module]  # of the width, which it gives a norm for
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
+    """What attentions share: from queries, keys and values on. ``scale``: of the scores, None: d ** -0.5; ``gqa``:
+    several heads of queries share one of keys."""
+
+    o_proj: nn.Linear
+
+    def __init__(self, scale: float | None, gqa: bool = False):
+        super().__init__()
+        self.scale, self.gqa = scale, gqa
+        self.context: Context | None = None
+
+    def attended(
+        self,
+        q: torch.Tensor,  # (B, T, H, d)
+        k: torch.Tensor,  # (B, T, H_kv, d)
+        v: torch.Tensor,  # (B, T, H_kv, d_v)
+        mask: torch.Tensor | None,  # of `document_mask`; None: causal
+        cache: LayerCache | None,  # given: of the tokens before, and to be kept for those after
+    ) -> torch.Tensor:  # (B, T, D)
+        # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, *)
+        causal = cache is None or q.shape[2] > 1
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        attention = partial(self._attend, causal=causal, mask=mask)
+        if self.context is None:
+            y = attention(q, k, v)
+        else:
+            y = self.context.attend(attention, q, k, v, mask, self.scale)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(B, H, T, d), (B, H_kv, T, d) and (B, H_kv, T, d_v) -> (B, H, T, d_v)."""
+        width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
+        if v.device.type == "cpu" and missing > 0:  # its fused attention takes one width only
+            return self._attend(q, k, F.pad(v, (0, missing)), causal, mask)[..., :width]
+        if mask is not None:
+            return attend_within(q, k, v, mask, self.scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
+
+
+class Attention(CausalAttention):
     """Causal grouped-query attention. ``norm``: width -> the norm of each head's queries and keys; None: no norm."""
 
     def __init__(
@@ -71,12 +116,11 @@ class Attention(nn.Module):
         n_heads: int,
         n_kv_heads: int,
         head_dim: int,
-        norm: Callable[[int], nn.Module] | None = None,
+        norm: Norm | None = None,
         scale: float | None = None,
     ):
-        super().__init__()
-        self.head_dim, self.gqa, self.scale = head_dim, n_kv_heads != n_heads, scale
-        self.context: Context | None = None
+        super().__init__(scale, n_kv_heads != n_heads)
+        self.head_dim = head_dim
         self.q_proj = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
@@ -89,8 +133,8 @@ class Attention(nn.Module):
         x: torch.Tensor,  # (B, T, D)
         cos: torch.Tensor | None,  # (T, 1, head_dim) or, with positions, (B, T, 1, head_dim); None: no RoPE
         signed_sin: torch.Tensor | None,  # the same
-        mask: torch.Tensor | None,  # of `document_mask`; None: causal
-        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
+        mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D)
         B, T, _ = x.shape
         # The head count is left to view (-1), so that projections split over tensor-parallel ranks work unchanged.
@@ -101,22 +145,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if cos is not None and signed_sin is not None:
             q, k = apply_rope(q, cos, signed_sin), apply_rope(k, cos, signed_sin)
-        # Views, not copies: the attention kernels read any strides, and their output has the layout of q.
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, head_dim)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            if mask is None:
-                causal = cache is None or T > 1
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=self.gqa, scale=self.scale)
-            return attend_within(q, k, v, mask, self.scale)
-
-        if self.context is None:
-            y = attention(q, k, v)
-        else:
-            y = self.context.attend(attention, q, k, v, mask, self.scale)
-        return self.o_proj(y.transpose(1, 2).reshape(B, T, -1))
+        return self.attended(q, k, v, mask, cache)
 
 
 class SwiGLU(nn.Module):
@@ -136,25 +165,27 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream; with ``scales``, scaled per channel."""
 
-    def __init__(self, dim: int, norm_eps: float, attn: nn.Module, mlp: nn.Module):
+    def __init__(self, dim: int, norm: Norm, attn: nn.Module, mlp: nn.Module, scales: bool = False):
         super().__init__()
-        self.attn_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.attn = attn
-        self.mlp_norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.mlp = mlp
+        self.attn_norm, self.attn = norm(dim), attn
+        self.mlp_norm, self.mlp = norm(dim), mlp
+        self.attn_scale = nn.Parameter(torch.ones(dim)) if scales else None
+        self.mlp_scale = nn.Parameter(torch.ones(dim)) if scales else None
 
     def forward(
         self,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
+        cos: torch.Tensor | None,
+        signed_sin: torch.Tensor | None,
         mask: torch.Tensor | None,
         cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        x = x + self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
-        return x + self.mlp(self.mlp_norm(x))
+        attn = self.attn(self.attn_norm(x), cos, signed_sin, mask, cache=cache)
+        x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
+        mlp = self.mlp(self.mlp_norm(x))
+        return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)
 
 
 class Decoder(nn.Module):
@@ -166,20 +197,26 @@ class Decoder(nn.Module):
     then :meth:`init_weights`. With tied embeddings there is no ``head`` module, so the tie survives both.
     """
 
-    rope_cos: torch.Tensor  # (max_seq_len, 1, rope_dim) fp32, not in the state dict
+    rope_cos: torch.Tensor  # (max_seq_len, 1, rope_dim) fp32, not in the state dict; not there where rope_dim is 0
     rope_sin: torch.Tensor  # the same, its first half negated: see rope_tables
 
     def __init__(
-        self, config: Any, blocks: Iterable[nn.Module], rope_dim: int, scaling: RopeScaling | YarnScaling | None
+        self,
+        config: Any,
+        blocks: Iterable[nn.Module],
+        norm: Norm,
+        rope_dim: int,
+        scaling: RopeScaling | YarnScaling | None = None,
     ):
         super().__init__()
-        self.config, self._rope = config, (rope_dim, config.rope_theta, scaling)
+        self.config, self._rope_dim, self._scaling = config, rope_dim, scaling
         self.context: Context | None = None
         self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed_norm: nn.Module | None = None
         self.layers = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = norm(config.dim)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        for name in ("rope_cos", "rope_sin"):
+        for name in ("rope_cos", "rope_sin") if rope_dim else ():
             table = torch.empty(config.max_seq_len, 1, rope_dim, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
         self.init_weights()
@@ -191,29 +228,33 @@ class Decoder(nn.Module):
 
     def init_buffers(self) -> None:
         """Fill only the buffers, the RoPE tables: for a model built on meta whose weights come from a checkpoint."""
-        if self.rope_cos.is_meta:
+        if not self._rope_dim or self.rope_cos.is_meta:
             return
-        cos, signed_sin = rope_tables(self.config.max_seq_len, *self._rope)
+        cos, signed_sin = rope_tables(self.config.max_seq_len, self._rope_dim, self.config.rope_theta, self._scaling)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(signed_sin)
 
     def forward(
         self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        limit, start = self.config.max_seq_len, cache[0].length if cache else 0
+        start = cache[0].length if cache else 0
         T = start + tokens.shape[1]
-        if limit < T:
+        if self._rope_dim and (limit := self.config.max_seq_len) < T:
             raise ValueError(f"sequence length {T} is above max_seq_len={limit}; shorten it or raise max_seq_len")
         if positions is not None:
             check_positions(positions, tokens, cache)
         x = self.embed(own_part(self, tokens))  # (B, T, D)
-        # Tables in the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
-        # existing checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
-        rows = slice(start, T) if positions is None else own_part(self, positions)
-        cos, signed_sin = self.rope_cos[rows], self.rope_sin[rows]
-        if positions is None:
-            cos, signed_sin = own_part(self, cos, 0), own_part(self, signed_sin, 0)
-        cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        cos = signed_sin = None
+        if self._rope_dim:
+            # In the residual stream's dtype, as in Hugging Face: a bf16 model rotates in bf16, with a rounding that
+            # checkpoints were trained and served with; under autocast the stream, and so the rotation, is fp32.
+            rows = slice(start, T) if positions is None else own_part(self, positions)
+            cos, signed_sin = self.rope_cos[rows], self.rope_sin[rows]
+            if positions is None:
+                cos, signed_sin = own_part(self, cos, 0), own_part(self, signed_sin, 0)
+            cos, signed_sin = cos.to(x.dtype), signed_sin.to(x.dtype)
         mask = own_mask(self, tokens, positions, x.dtype)
         for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             x = block(x, cos, signed_sin, mask, kept)

@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, LayerCache, SwiGLU
-from stepgraph.models.documents import Context, attend_within
+from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, CausalAttention, LayerCache, SwiGLU
 from stepgraph.models.family import Family, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
 from stepgraph.models.moe import EXPERTS_PLAN, FREE, MoE, MoEConfig, MoEDecoder
@@ -85,13 +83,13 @@ class DeepSeekV3Config:
         return self.n_layers * block + dense + sparse + self.dim + tables * self.vocab_size * self.dim
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(CausalAttention):
     """Causal attention whose keys and values, and if asked queries, are compressed (multi-head latent attention)."""
 
     def __init__(self, config: DeepSeekV3Config):
-        super().__init__()
+        yarn = config.rope_scaling
+        super().__init__(config.qk_head_dim**-0.5 * (1.0 if yarn is None else yarn.score_scale))
         self.config = config
-        self.context: Context | None = None
         dim, rank, heads = config.dim, config.q_lora_rank, config.n_heads
         self.q_proj = self.q_a_proj = self.q_a_norm = self.q_b_proj = None
         if rank is None:
@@ -106,16 +104,14 @@ class LatentAttention(nn.Module):
             config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
         )
         self.o_proj = nn.Linear(heads * config.v_head_dim, dim, bias=False)
-        yarn = config.rope_scaling
-        self.scale = config.qk_head_dim**-0.5 * (1.0 if yarn is None else yarn.score_scale)
 
     def forward(
         self,
         x: torch.Tensor,  # (B, T, D)
         cos: torch.Tensor,  # (T, 1, qk_rope_head_dim) or, with positions, (B, T, 1, qk_rope_head_dim)
         signed_sin: torch.Tensor,  # the same
-        mask: torch.Tensor | None,  # of `document_mask`; None: causal
-        cache: LayerCache | None = None,  # given: of the tokens before, and to be kept for those after
+        mask: torch.Tensor | None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:  # (B, T, D)
         config = self.config
         nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -128,44 +124,17 @@ class LatentAttention(nn.Module):
         k_rope = apply_rope_interleaved(k_rope.unsqueeze(2), cos, signed_sin)  # (B, T, 1, rope)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)  # (B, T, H, qk_head_dim)
         q = torch.cat((q_nope, apply_rope_interleaved(q_rope, cos, signed_sin)), dim=-1)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, *)
-        causal = cache is None or q.shape[2] > 1
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        attention = partial(self._attend, causal=causal, mask=mask)
-        if self.context is None:
-            y = attention(q, k, v)
-        else:
-            y = self.context.attend(attention, q, k, v, mask, self.scale)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """(B, H, T, qk_head_dim) twice and (B, H, T, v_head_dim) -> (B, H, T, v_head_dim)."""
-        width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
-        if v.device.type == "cpu" and missing > 0:  # its fused attention takes one width only
-            v = F.pad(v, (0, missing))
-        if mask is not None:
-            return attend_within(q, k, v, mask, self.scale)[..., :width]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=self.scale)[..., :width]
+        return self.attended(q, k, v, mask, cache)
 
 
 class DeepSeekV3(MoEDecoder):
     """DeepSeek-V3: see `MoEDecoder`."""
 
     def __init__(self, config: DeepSeekV3Config):
-        c = config
-        blocks = (
-            Block(
-                c.dim,
-                c.norm_eps,
-                LatentAttention(c),
-                SwiGLU(c.dim, c.ffn_dim) if i < c.n_dense_layers else MoE(c.dim, c.moe),
-            )
-            for i in range(c.n_layers)
-        )
-        super().__init__(config, blocks, config.qk_rope_head_dim, config.rope_scaling)
+        c, norm = config, partial(nn.RMSNorm, eps=config.norm_eps)
+        mlps = (SwiGLU(c.dim, c.ffn_dim) if i < c.n_dense_layers else MoE(c.dim, c.moe) for i in range(c.n_layers))
+        blocks = (Block(c.dim, norm, LatentAttention(c), mlp) for mlp in mlps)
+        super().__init__(config, blocks, norm, c.qk_rope_head_dim, c.rope_scaling)
 
 
 def deepseek_v3_debug() -> DeepSeekV3Config:

@@ -6,17 +6,14 @@ squared leaky ReLU, and no position embedding: only the causal mask distinguishe
 Source: https://github.com/pytorch/pytorch/issues/179423 (the architecture and its settings).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.models.decoder import PLAN, Attention, Cache, LayerCache
-from stepgraph.models.documents import Context, check_positions, own_mask, own_part
+from stepgraph.models.decoder import PLAN, Attention, Block, Decoder
 from stepgraph.models.family import Family, check_heads, check_positive
-from stepgraph.models.init import Part, init_parameters
 
 #: The tensor-parallel plan: module -> style.
 TP_PLAN = PLAN | {
@@ -42,6 +39,8 @@ class GolfConfig:
     vocab_size: int = 4096  # rows of the embedding and of the head
     negative_slope: float = 0.5  # slope of the leaky ReLU below zero, before the square
     residual_scales: bool = False  # a learned scale per channel on each residual branch
+
+    tie_embeddings = False  # no field: never
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
@@ -82,62 +81,18 @@ class MLP(nn.Module):
         return self.down_proj(F.leaky_relu(self.up_proj(x), self.negative_slope).square())
 
 
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream, scaled per channel if asked."""
+class Golf(Decoder):
+    """The golf model: see `Decoder`. It has no position embedding, and so takes sequences of any length."""
 
     def __init__(self, config: GolfConfig):
-        super().__init__()
-        self.attn_norm = _norm(config.dim)
+        c = config
         # The pytorch issue's code repeats k and v for each query head; grouped attention needs no copies.
-        self.attn = Attention(config.dim, config.n_heads, config.n_kv_heads, config.head_dim, _norm)
-        self.mlp_norm = _norm(config.dim)
-        self.mlp = MLP(config)
-        self.attn_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
-        self.mlp_scale = nn.Parameter(torch.ones(config.dim)) if config.residual_scales else None
-
-    def forward(
-        self, x: torch.Tensor, cache: LayerCache | None = None, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:  # (B, T, D) -> (B, T, D)
-        attn = self.attn(self.attn_norm(x), None, None, mask, cache)
-        x = x + (attn if self.attn_scale is None else self.attn_scale * attn)
-        mlp = self.mlp(self.mlp_norm(x))
-        return x + (mlp if self.mlp_scale is None else self.mlp_scale * mlp)
-
-
-class Golf(nn.Module):
-    """The golf model: ``forward(tokens)`` takes (B, T) int64 and returns logits (B, T, V); with a ``cache``, of the
-    tokens that follow those in it; with ``positions`` (B, T), of packed documents that do not see each other (see
-    `stepgraph.models.documents`). With a ``context`` the logits are of this rank's part of the tokens.
-
-    Built directly, its weights are initialized. Built under ``torch.device("meta")``, call ``to_empty(device=...)`` and
-    then :meth:`init_weights`.
-    """
-
-    def __init__(self, config: GolfConfig):
-        super().__init__()
-        self.config = config
-        self.context: Context | None = None
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        blocks = (
+            Block(c.dim, _norm, Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, _norm), MLP(c), c.residual_scales)
+            for _ in range(c.n_layers)
+        )
+        super().__init__(config, blocks, _norm, rope_dim=0)
         self.embed_norm = _norm(config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
-        self.norm = _norm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.init_weights()
-
-    def init_weights(self, seed: int | None = None, parts: Mapping[str, Part] | None = None) -> None:
-        """Fill the parameters in place; ``seed`` and ``parts`` as in `init_parameters`."""
-        init_parameters(self, self.config.n_layers, seed, parts)
-
-    def forward(
-        self, tokens: torch.Tensor, cache: Cache | None = None, positions: torch.Tensor | None = None
-    ) -> torch.Tensor:  # (B, T) int64 -> (B, T, V)
-        if positions is not None:
-            check_positions(positions, tokens, cache)
-        x = self.embed_norm(self.embed(own_part(self, tokens)))  # (B, T, D)
-        mask = own_mask(self, tokens, positions, x.dtype)
-        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
-            x = block(x, kept, mask)
-        return self.head(self.norm(x))  # (B, T, V)
 
 
 def golf() -> GolfConfig:

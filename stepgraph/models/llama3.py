@@ -4,7 +4,10 @@ Source: "The Llama 3 Herd of Models", 2024, section 3.2; Hugging Face's ``LlamaF
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Attention, Block, Decoder, SwiGLU
 from stepgraph.models.family import Family, check_heads, check_positive
@@ -64,12 +67,12 @@ class Llama3(Decoder):
     """Llama 3: see `Decoder`."""
 
     def __init__(self, config: Llama3Config):
-        c = config
+        c, norm = config, partial(nn.RMSNorm, eps=config.norm_eps)
         blocks = (
-            Block(c.dim, c.norm_eps, Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim), SwiGLU(c.dim, c.ffn_dim))
+            Block(c.dim, norm, Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim), SwiGLU(c.dim, c.ffn_dim))
             for _ in range(c.n_layers)
         )
-        super().__init__(config, blocks, config.head_dim, config.rope_scaling)
+        super().__init__(config, blocks, norm, c.head_dim, c.rope_scaling)
 
 
 def llama3_debug() -> Llama3Config:

@@ -14,7 +14,7 @@ from torch import nn
 
 from stepgraph.errors import unknown_name
 from stepgraph.kernels.moe import combine_rows, gather_rows, grouped_mm, sort_by_expert
-from stepgraph.models.decoder import Decoder, SwiGLU
+from stepgraph.models.decoder import Decoder, Norm, SwiGLU
 from stepgraph.models.family import check_positive
 from stepgraph.models.loss import add_to_loss
 from stepgraph.models.rope import YarnScaling
@@ -254,8 +254,10 @@ class MoEDecoder(Decoder):
     ``sum_over_ranks``: the sum of an int64 tensor over all ranks that train the model; `parallelize` sets it.
     """
 
-    def __init__(self, config: Any, blocks: Iterable[nn.Module], rope_dim: int, scaling: YarnScaling | None = None):
-        super().__init__(config, blocks, rope_dim, scaling)
+    def __init__(
+        self, config: Any, blocks: Iterable[nn.Module], norm: Norm, rope_dim: int, scaling: YarnScaling | None
+    ):
+        super().__init__(config, blocks, norm, rope_dim, scaling)
         self.sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] = alone
 
     @property

@@ -59,18 +59,13 @@ class Qwen3MoE(MoEDecoder):
     """Qwen3-MoE: see `MoEDecoder`. Queries and keys are normalized per head."""
 
     def __init__(self, config: Qwen3MoEConfig):
-        c, yarn = config, config.rope_scaling
+        c, yarn, norm = config, config.rope_scaling, partial(nn.RMSNorm, eps=config.norm_eps)
         scale = None if yarn is None else c.head_dim**-0.5 * yarn.score_scale
         blocks = (
-            Block(
-                c.dim,
-                c.norm_eps,
-                Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, partial(nn.RMSNorm, eps=c.norm_eps), scale),
-                MoE(c.dim, c.moe),
-            )
+            Block(c.dim, norm, Attention(c.dim, c.n_heads, c.n_kv_heads, c.head_dim, norm, scale), MoE(c.dim, c.moe))
             for _ in range(c.n_layers)
         )
-        super().__init__(config, blocks, config.head_dim, yarn)
+        super().__init__(config, blocks, norm, c.head_dim, yarn)
 
 
 def qwen3_30b_a3b() -> Qwen3MoEConfig:
