@@ -114,57 +114,39 @@ def comparisons(rows: Sequence[NormRow]) -> dict[tuple[str, str], list[Compariso
     return {key: [Comparison(tuple(shapes[at])) for at in sorted(shapes)] for key, shapes in found.items()}
 
 
-def geometric_means(shapes: Sequence[Comparison]) -> str:
-    """One line: how many times as fast as each other provider ours is, over the shapes that both ran."""
+def findings(shapes: Sequence[Comparison]) -> list[str]:
+    """Lines: how many times as fast as each other provider ours is over the shapes that both ran, where it is slower
+    than the best peer, worst first, how near to a copy where there is much to move, and how near to the best kernel
+    `TUNED` is."""
     names = list(dict.fromkeys(row.provider for shape in shapes for row in shape.rows if row.provider != OURS))
-    found = {name: [r for shape in shapes if (r := shape.ratio(shape.row(name)))] for name in names}
-    found["the best peer"] = [r for shape in shapes if (r := shape.ratio(shape.best))]
-    words = [f"{name} {geometric_mean(ratios):.2f}x ({len(ratios)})" for name, ratios in found.items() if ratios]
-    return "geometric mean of times as fast (shapes): " + ", ".join(words)
-
-
-def slow_shapes(shapes: Sequence[Comparison]) -> str:
-    """One line: where ours is slower than the best peer, worst first."""
-    compared = [shape for shape in shapes if shape.best]
-    slow = sorted((shape for shape in compared if shape.slower), key=lambda shape: shape.ratio(shape.best) or 0.0)
-    line = f"slower than {SLOWER}x the best peer at {len(slow)} of {len(compared)} shapes"
+    means = {name: [r for shape in shapes if (r := shape.ratio(shape.row(name)))] for name in names}
+    means["the best peer"] = [r for shape in shapes if (r := shape.ratio(shape.best))]
+    words = [f"{name} {geometric_mean(ratios):.2f}x ({len(ratios)})" for name, ratios in means.items() if ratios]
+    lines = ["geometric mean of times as fast (shapes): " + ", ".join(words)]
+    slow = sorted((shape for shape in shapes if shape.slower), key=lambda shape: shape.ratio(shape.best) or 0.0)
     words = [f"{s.shape} ({1 / r:.2f}x {s.best.provider})" if (r := s.ratio(s.best)) else s.shape for s in slow]
-    return line + (": " + ", ".join(words) if words else "")
+    compared = sum(shape.best is not None for shape in shapes)
+    lines.append(_listed(f"slower than {SLOWER}x the best peer at {len(slow)} of {compared} shapes", words))
+    if large := [shape.ours for shape in shapes if shape.ours and least_bytes(shape.ours) > LARGE_BYTES]:
+        least = min(large, key=lambda row: row.pct_copy)
+        mean = sum(row.pct_copy for row in large) / len(large)
+        lines.append(
+            f"over {LARGE_BYTES >> 20} MiB of traffic: at least {least.pct_copy:.1f}% of copy ({least.m}x{least.n}), "
+            f"mean {mean:.1f}%, over {len(large)} shapes"
+        )
+    if tuned := sorted((shape.tuned, shape.shape) for shape in shapes if shape.tuned):
+        wanted = WANTED[shapes[0].rows[0].op[-3:]]
+        low = [f"{name} ({part:.2f})" for part, name in tuned if part < wanted]
+        line = (
+            f"{TUNED} at {geometric_mean(part for part, _ in tuned):.2f} of the best kernel's speed (geometric mean), "
+            f"below {wanted} at {len(low)} of {len(tuned)} shapes"
+        )
+        lines.append(_listed(line, low))
+    return lines
 
 
-def large_shapes(shapes: Sequence[Comparison]) -> str | None:
-    """One line: how near to a copy ours is where there is much to move; None where there is no such shape."""
-    large = [shape.ours for shape in shapes if shape.ours and least_bytes(shape.ours) > LARGE_BYTES]
-    if not large:
-        return None
-    least = min(large, key=lambda row: row.pct_copy)
-    return (
-        f"over {LARGE_BYTES >> 20} MiB of traffic: at least {least.pct_copy:.1f}% of copy ({least.m}x{least.n}), "
-        f"mean {sum(row.pct_copy for row in large) / len(large):.1f}%, over {len(large)} shapes"
-    )
-
-
-def tuned_shapes(shapes: Sequence[Comparison]) -> str | None:
-    """One line: how close torch.compile under our rules is to the best kernel; None where it was not measured."""
-    found = sorted((shape.tuned, shape.shape) for shape in shapes if shape.tuned)
-    if not found:
-        return None
-    wanted = WANTED[shapes[0].rows[0].op[-3:]]
-    low = [f"{name} ({part:.2f})" for part, name in found if part < wanted]
-    line = (
-        f"{TUNED} at {geometric_mean([part for part, _ in found]):.2f} of the best kernel's speed (geometric mean), "
-        f"below {wanted} at {len(low)} of {len(found)} shapes"
-    )
-    return line + (": " + ", ".join(low) if low else "")
-
-
-def summary(rows: Sequence[NormRow]) -> str:
-    """The last line: at how many shapes ours is slower than the best peer."""
-    words = []
-    for (op, timing), shapes in comparisons(rows).items():
-        compared = [shape for shape in shapes if shape.best]
-        words.append(f"{op} {timing} {sum(shape.slower for shape in compared)} of {len(compared)}")
-    return f"shapes where ours is slower than {SLOWER}x the best peer: " + (", ".join(words) or "nothing was measured")
+def _listed(line: str, shapes: Sequence[str]) -> str:
+    return line + (": " + ", ".join(shapes) if shapes else "")
 
 
 _TIMINGS = {
@@ -175,16 +157,14 @@ _TIMINGS = {
 
 
 def norm_section(env: dict[str, Any], settings: dict[str, Any], rows: Sequence[NormRow]) -> str:
-    """Everything about one record: tables, findings, notes, and last the summary."""
+    """Everything about one record: tables, findings and notes."""
     lines = []
     for (op, timing), shapes in comparisons(rows).items():
         lines += [f"### {op}, {settings['dtype']}, {_TIMINGS[timing]}", "", where(env, settings), ""]
         lines += [*table(shapes, settings["providers"]), ""]
         if OURS in settings["providers"]:
-            found = [geometric_means(shapes), slow_shapes(shapes), large_shapes(shapes), tuned_shapes(shapes)]
-            lines += [f"- {line}" for line in found if line] + [""]
-    lines += [f"- {note}" for note in _notes(settings, rows)] + ["", summary(rows)]
-    return "\n".join(lines) + "\n"
+            lines += [f"- {line}" for line in findings(shapes)] + [""]
+    return "\n".join(lines + [f"- {note}" for note in _notes(settings, rows)]) + "\n"
 
 
 def table(shapes: Sequence[Comparison], providers: Sequence[str]) -> list[str]:
