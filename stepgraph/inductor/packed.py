@@ -51,20 +51,24 @@ class Packer(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
         if isinstance(value, fx.Node):
-            return "node", value.name
-        if isinstance(value, torch.Tensor):
-            return "tensor", *self._form(value)
-        return ("own",) if isinstance(value, torch.device) and value == self.own else None
+            found = "node", value.name
+        elif isinstance(value, torch.Tensor):
+            found = "tensor", *self._form(value)
+        else:
+            return ("own",) if isinstance(value, torch.device) and value == self.own else None
+        return repr(found) if self.fast else found
 
     def _form(self, value: torch.Tensor) -> tuple[Any, ...]:
-        """(device, dtype, (number of its storage, its bytes), offset, shape, strides, conjugate, negative)."""
+        """(device, None for its own, dtype, both by name, (number of its storage, its bytes), offset, shape, strides,
+        conjugate, negative)."""
         if value.layout is not torch.strided or compat.is_traceable_wrapper_subclass(value):
             raise NotSavable(f"a value of layout {value.layout} ({type(value).__name__}) has no saved form")
         number = self._storages.setdefault(compat.storage_key(value), len(self._storages))
         self._kept.append(value)
         memory = number, value.untyped_storage().nbytes()
         where = value.storage_offset(), tuple(value.shape), value.stride()
-        return value.device, value.dtype, memory, *where, value.is_conj(), value.is_neg()
+        device = None if value.device == self.own else str(value.device)
+        return device, str(value.dtype), memory, *where, value.is_conj(), value.is_neg()
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch._ops.OpOverload):
@@ -118,7 +122,8 @@ class Unpacker(pickle.Unpickler):
         device, dtype, (number, size), *where, conjugate, negative = parts
         if number not in self._storages:
             self._storages[number] = compat.fake_storage(size)
-        tensor = compat.fake_tensor(self.mode, device, dtype, self._storages[number], *where)
+        made = self.own if device is None else torch.device(device), getattr(torch, dtype.removeprefix("torch."))
+        tensor = compat.fake_tensor(self.mode, *made, self._storages[number], *where)
         tensor = tensor.conj() if conjugate else tensor
         return compat.negative_view(tensor) if negative else tensor
 
@@ -127,7 +132,7 @@ def write_graph(graph: fx.Graph, packer: Packer, packed: Callable[[fx.Node], Pac
     """Pickle the nodes of ``graph``, each as ``packed`` gives it."""
     packer.add(len(graph.nodes))
     for node in graph.nodes:
-        packer.add(packed(node))
+        packer.add(tuple(packed(node)))  # plain, as it is quicker
 
 
 def read_graph(unpacker: Unpacker, target: Callable[[Packed], Any]) -> fx.Graph:
@@ -135,7 +140,7 @@ def read_graph(unpacker: Unpacker, target: Callable[[Packed], Any]) -> fx.Graph:
     graph = fx.Graph()
     with compat.without_modes():
         for _ in range(unpacker.load()):
-            packed = unpacker.load()
+            packed = Packed(*unpacker.load())
             node = graph.create_node(packed.op, target(packed), packed.args, packed.kwargs, name=packed.name)
             if node.name != packed.name:
                 compat.rename_exactly(node, packed.name)
@@ -151,7 +156,7 @@ def pack(piece: fx.GraphModule, options: dict[str, Any]) -> bytes:
         if node.op == "get_attr":
             raise NotSavable("it calls another graph")
         meta = {"val": node.meta["val"]} if "val" in node.meta else {}
-        return Packed(node.op, node.target, node.name, node.args, node.kwargs, meta)
+        return Packed(node.op, node.target, node.name, node.args, dict(node.kwargs), meta)
 
     stream = io.BytesIO()
     packer = Packer(stream)

@@ -81,7 +81,9 @@ class Writer:
         def packed(node: fx.Node) -> Packed:
             try:
                 meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
-                return Packed(node.op, self._target(node, module), node.name, node.args, node.kwargs, meta)
+                if self.canonical and KEY in meta:
+                    meta[KEY] = tuple(meta[KEY])
+                return Packed(node.op, self._target(node, module), node.name, node.args, dict(node.kwargs), meta)
             except NotSavable as reason:
                 raise _named(node, reason) from None
 
