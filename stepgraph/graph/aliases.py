@@ -1,12 +1,24 @@
 """Which nodes share memory, and where it is written."""
 
+import functools
+import operator
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import fx
 
 from stepgraph import compat
-from stepgraph.graph.facts import HIDDEN_WRITES, TRAINING, is_launch, is_mutating, is_view
+from stepgraph.graph.facts import (
+    HIDDEN_WRITES,
+    TRAINING,
+    is_launch,
+    is_mutating,
+    is_view,
+    of_target,
+    returns_view,
+    writes,
+)
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
@@ -35,6 +47,12 @@ def memory_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, width = tensor.storage_offset(), tensor.element_size()
     return compat.storage_key(tensor), start * width, (start + last + 1) * width
+
+
+@of_target
+def _owns(target: Any) -> bool:
+    """Whether the result has a storage of its own, and no other is written."""
+    return not (target in (operator.getitem, _WAIT) or writes(target) or returns_view(target))
 
 
 def _overlapping(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -68,12 +86,13 @@ class Aliases:
         self.position: dict[fx.Node, int] = {}
         self.writes: dict[fx.Node, list[int]] = defaultdict(list)
         self._root: dict[fx.Node, fx.Node] = {}
-        self._members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         self._inputs = _overlapping(graph)
         for i, node in enumerate(graph.nodes):
             self.position[node] = i
             if node.op != "call_function":
                 root = self._inputs.get(node, node)
+            elif _owns(node.target):
+                root = node
             elif is_mutating(node):
                 written = written_arguments(node)
                 root = self._root_of_writing(node, written)
@@ -85,10 +104,16 @@ class Aliases:
             else:
                 root = node
             self._root[node] = root
-            self._members[root].append(node)
         for node, root in self._inputs.items():
             if root in self.writes:
                 self.writes[node] = self.writes[root]
+
+    @functools.cached_property
+    def _members(self) -> dict[fx.Node, list[fx.Node]]:
+        members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, root in self._root.items():
+            members[root].append(node)
+        return members
 
     def _root_of_writing(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
         # What it returns is what it wrote only if its schema says so: a loss may be returned too.

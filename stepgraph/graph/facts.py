@@ -92,7 +92,8 @@ def _draws(target: OpOverload) -> bool:
 
 
 @of_target
-def _writes(target: Any) -> bool:
+def writes(target: Any) -> bool:
+    """Whether the operator writes into one of its arguments."""
     operator = isinstance(target, OpOverload)
     return isinstance(target, Launch) or (operator and (target._schema.is_mutable or target in HIDDEN_WRITES))
 
@@ -157,7 +158,7 @@ def has_generator(node: fx.Node) -> bool:
 
 def is_mutating(node: fx.Node) -> bool:
     """Whether the node writes into one of its arguments."""
-    return node.op == "call_function" and _writes(node.target)
+    return node.op == "call_function" and writes(node.target)
 
 
 def is_view(node: fx.Node) -> bool:
