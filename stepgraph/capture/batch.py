@@ -32,7 +32,7 @@ def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
     leaves, spec = compat.pytree.tree_flatten(batch)
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            check_layout(leaf, "the batch holds")
+            _check_layout(leaf)
             check_class(leaf, "the batch holds")
         elif not isinstance(leaf, _PLAIN):
             raise CaptureError(
@@ -59,13 +59,13 @@ def _kind(value: Any) -> str:
     return type(value).__qualname__ if library in ("builtins", "__main__") else f"{library}.{type(value).__qualname__}"
 
 
-def check_layout(tensor: torch.Tensor, holds: str) -> None:
-    """Raise for a sparse, nested or quantized tensor. ``holds``: how the message begins."""
+def _check_layout(tensor: torch.Tensor) -> None:
+    """Raise for a sparse, nested or quantized tensor."""
     kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, "sparse": tensor.layout != torch.strided}
     kind = next((kind for kind, is_so in kinds.items() if is_so), None)
     if kind is not None:
         raise CaptureError(
-            f"{holds} a {kind} tensor, and a graph takes dense ones: pad rows that differ in length, and make "
+            f"the batch holds a {kind} tensor, and a graph takes dense ones: pad rows that differ in length, and make "
             "sparse or quantized tensors inside loss_fn from their dense parts"
         )
 

@@ -215,9 +215,10 @@ class Recorder:
         return self._open is not None
 
     @contextlib.contextmanager
-    def watch_graph(self, graph: fx.Graph) -> Iterator[None]:
-        """Attribute the nodes created in ``graph``."""
-        create, constants = graph.create_node, compat.constants_of_trace()
+    def watch_graph(self) -> Iterator[None]:
+        """Attribute the nodes that the trace creates."""
+        graph, constants = compat.graph_of_trace(), compat.constants_of_trace()
+        create = graph.create_node
 
         def create_attributed(*args: Any, **kwargs: Any) -> fx.Node:
             node = self.latest = create(*args, **kwargs)

@@ -187,7 +187,7 @@ class StepTrace:
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             loss, grads, held = self._forward_backward(flat, self._tensors(flat, entries), batch, inputs)
-            with self.recorder.watch_graph(compat.graph_of_trace()), torch.no_grad():
+            with self.recorder.watch_graph(), torch.no_grad():
                 with self.recorder.in_phase("backward"):
                     for i, grad in grads.items():
                         self.recorder.attribute(self.slots[i].path)
@@ -293,7 +293,7 @@ class StepTrace:
         kept_before, modules_before = {one.id for one in kept_tensors(self.reached)}, dict(self.reached.named_modules())
         places, whole = checks.storages(tensors), flatten_batch(self.batch)[0]
         with (
-            self.recorder.watch_graph(compat.graph_of_trace()),
+            self.recorder.watch_graph(),
             swapped(self.reached, self.slots, tensors),
             self.recorder.watch_modules(),
             self.reads.noted(),
@@ -456,7 +456,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def _in_optimizer(self) -> Iterator[None]:
-        with self.recorder.watch_graph(compat.graph_of_trace()), self.recorder.in_phase("optimizer"), torch.no_grad():
+        with self.recorder.watch_graph(), self.recorder.in_phase("optimizer"), torch.no_grad():
             yield
 
     def _finish(

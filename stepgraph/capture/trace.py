@@ -224,7 +224,7 @@ class _Forward(StepTrace):
 
         def traced(*flat: torch.Tensor) -> list[torch.Tensor]:
             with (
-                self.recorder.watch_graph(compat.graph_of_trace()),
+                self.recorder.watch_graph(),
                 swapped(self.model, self.slots, self._tensors(flat, entries)),
                 self.recorder.watch_modules(),
                 torch.no_grad(),

@@ -49,7 +49,7 @@ class PackedLoader:
         cache: Path | None = None,
         positions: bool = False,
     ):
-        documents = source.order(source.documents("train"), 0, 0)
+        documents = source.order(source.documents("train"))
         self.tokens = TokenCache(source, tokenizer, documents, cache, seq_len if source.chat else None)
         self.caches = [self.tokens]
         self._batch_size, self._seq_len, self._rank, self._world_size = batch_size, seq_len, rank, world_size

@@ -65,10 +65,9 @@ class Corpus(ABC):
         """The training texts of the indices ``documents`` from place ``first`` on, of that one from its ``row`` on;
         each with the place and the row of the next. Raises ValueError, naming the place, for what is not text."""
 
-    def order(self, documents: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """``documents`` in the shuffled order of ``(seed, epoch)``, the same on every machine."""
-        blocks = None if self.blocks is None else self.blocks[documents]
-        return shuffled(documents, hash64(f"{seed}/{epoch}"), blocks)
+    def order(self, documents: np.ndarray) -> np.ndarray:
+        """``documents`` in their fixed mixed order, the same on every machine."""
+        return shuffled(documents, hash64("0/0"), None if self.blocks is None else self.blocks[documents])
 
     @abstractmethod
     def describe(self) -> str:
@@ -107,7 +106,7 @@ class Source(Corpus):
 
     def texts(self, split: str | None) -> Iterator[bytes]:
         documents = np.concatenate([self.train, self.val]) if split is None else self.documents(split)
-        return (self.read(int(index)) for index in self.order(documents, 0, 0))
+        return (self.read(int(index)) for index in self.order(documents))
 
     def following(self, documents: np.ndarray, first: int, row: int) -> Iterator[tuple[bytes, int, int]]:
         for place in range(first, len(documents)):

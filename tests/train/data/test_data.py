@@ -83,7 +83,7 @@ def epochs_of(packed: PackedLoader, rows: int) -> list[tuple[int, ...]]:
 def test_every_row_comes_once_an_epoch(texts, seed, batch_size, seq_len):
     source = Documents(texts)
     packed = loader(source, seed=seed, batch_size=batch_size, seq_len=seq_len)
-    expected = rows_of(source, source.order(source.train, 0, 0), seq_len)
+    expected = rows_of(source, source.order(source.train), seq_len)
     assert packed.rows_of_an_epoch() == len(expected)
     read = epochs_of(packed, 3 * len(expected))
     for epoch in range(3):

@@ -53,7 +53,7 @@ def test_positions_are_those_of_the_documents(texts, batch_size, seq_len, seed):
     """Over two epochs the same rows; on two ranks those of one."""
     source = Documents(texts)
     options = {"batch_size": batch_size, "seq_len": seq_len, "positions": True}
-    order = source.order(source.documents("train"), 0, 0)
+    order = source.order(source.documents("train"))
     wanted = sorted(rows_of(source, order, seq_len))
     shuffled = PackedLoader(source, Ambiguous(), **options, seed=seed)
     batches = [next(shuffled) for _ in range(2 * len(wanted) + 3)]

@@ -340,7 +340,7 @@ def test_packing_with_a_real_tokenizer(tmp_path, tokenizer_json):
     count, _ = packed.tokens.wait(10**9)
     stream = packed.tokens.read(1, count)
     *pieces, last = np.split(stream, np.flatnonzero(stream == bundle.tokenizer.eos_id) + 1)
-    order = bundle.source.order(bundle.source.train, 0, 0)
+    order = bundle.source.order(bundle.source.train)
     assert [bundle.tokenizer.decode(piece) for piece in pieces] == [LINES[i] for i in order] and not len(last)
     bytes_loader = PackedLoader(bundle.source, ByteTokenizer(), batch_size=3, seq_len=32, seed=5)
     with pytest.raises(ValueError, match="is of another --tokenizer"):

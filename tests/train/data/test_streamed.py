@@ -95,7 +95,7 @@ def test_what_a_killed_run_tokenized_is_not_read_again(data, tmp_path, monkeypat
     seen.clear()
     again = opened(data, cache=tmp_path / "tokens")
     again.rows_of_an_epoch()
-    files = again._source.order(again._source.documents("train"), 0, 0).tolist()
+    files = again._source.order(again._source.documents("train")).tolist()
     starts = [(file, 0) for file in files[found["documents"] + 1 :]]
     assert seen == [(files[found["documents"]], found["row"]), *starts]
     whole = opened(data)

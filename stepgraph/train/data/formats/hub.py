@@ -139,7 +139,7 @@ class Streamed(Corpus):
             for number, row in enumerate(self._checked(self._validation.select_columns(self._columns), "validation")):
                 yield self._decode(row, "validation", number)
             return
-        for file in self.order(self.documents("val"), 0, 0).tolist():
+        for file in self.order(self.documents("val")).tolist():
             for number, document in self._rows(file, 0):
                 if split is None or self._is_validation(file, number) == (split == "val"):
                     yield document
