@@ -146,7 +146,7 @@ def copied(program: StepProgram) -> StepProgram:
 def _copied(step: StepGraph) -> StepGraph:
     module = compat.lazy_graph_module(step.module, copy.deepcopy(step.graph))
     own = {"inputs": list(step.inputs), "outputs": list(step.outputs), "axes": dict(step.axes)}
-    return dataclasses.replace(step, module=module, executable=None, recording=None, log=[], **own)
+    return dataclasses.replace(step, module=module, executable=None, recording=None, log=list(step.log), **own)
 
 
 def learn_lengths(spec: StepSpec) -> bool:

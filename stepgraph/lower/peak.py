@@ -139,10 +139,12 @@ class PeakSearch:
         self.state = held if any(p.name == "offload_optimizer" and not p.options.state for p in spec.passes) else 0
         self.stays = ""
         """Why the optimizer's state cannot go to the host."""
+        self._begun: tuple[list[Pass], StepProgram] = [], program
+        """The passes before `fit_memory` of the latest attempt, and what they made of ``program``."""
 
-    def passes(self, found: PeakTry) -> list[Pass]:
-        """The passes of the step with what was ``found``."""
-        own = {"limit": found.limit, "beyond": found.peak - found.graph, "peak": self.asked / 2**30}
+    def passes(self, found: PeakTry, trial: bool = False) -> list[Pass]:
+        """The passes of the step with what was ``found``, or of a ``trial`` of it."""
+        own = {"limit": found.limit, "beyond": found.peak - found.graph, "peak": self.asked / 2**30, "trial": trial}
         made = []
         for p in self.spec.passes:
             if p.name == "fit_memory":
@@ -159,8 +161,14 @@ class PeakSearch:
     def attempt(self, like: PeakTry, **changes: float | None) -> PeakTry:
         """What the step takes with the choices of ``like`` and ``changes``."""
         unknown = replace(like, peak=0.0, graph=0.0, **changes)
-        simulated = replace(self.target, simulated=True)
-        made = self.rewritten(self.program, replace(self.spec, passes=self.passes(unknown)), simulated)
+        passes, begun = self.passes(unknown, True), self.program
+        if self.spec.pipeline is None:  # whose stages are cut among the passes
+            at = next(i for i, p in enumerate(passes) if p.name == "fit_memory")
+            first, passes = passes[:at], passes[at:]
+            if first != self._begun[0]:
+                self._begun = first, self._rewritten(self.program, first)
+            begun = self._begun[1]
+        made = self._rewritten(begun, passes)
         peak = peak_bytes(made, fused=self.fused)
         if self.target.device == "cuda":
             peak += _FRAGMENTED * (peak - state_bytes(made)) + _WORKSPACES
@@ -168,6 +176,9 @@ class PeakSearch:
         graph, points = (report.peak, report.peak_curve) if report else (0, [])
         curve = tuple((peak - graph + size, price) for size, price in points)
         return replace(unknown, peak=peak, graph=graph, curve=curve, made=made)
+
+    def _rewritten(self, program: StepProgram, passes: list[Pass]) -> StepProgram:
+        return self.rewritten(program, replace(self.spec, passes=passes), replace(self.target, simulated=True))
 
     def best(self) -> PeakTry:
         """The shortest step of the rewritings that were tried and take at most what was asked for."""
@@ -253,6 +264,7 @@ class PeakSearch:
         limit = over.graph - (over.peak - self.asked)
         for _ in range(_MOST):
             found = self._in_parts(self.attempt(over, limit=max(limit, 0.0)), self.asked)
+            over = replace(over, part_bytes=found.part_bytes)
             if found.peak > self.asked:
                 if found.graph > found.limit:  # nothing is left to give up
                     return under or found

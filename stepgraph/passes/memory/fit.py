@@ -52,7 +52,8 @@ class FitOptions:
     counts them, None for no limit: `stepgraph.lower` finds it for the whole step. ``beyond``: bytes that the
     whole step takes more than that. ``host``: bytes of host memory for this rank, None where unknown. ``compiled``:
     whether a compiler joins nodes. ``carry_least``: whether it will carry the fewest bytes (see `rematerialize`).
-    ``simulated``: whether the host is a forecast machine's, where the optimizer's state does not lie yet."""
+    ``simulated``: whether the host is a forecast machine's, where the optimizer's state does not lie yet.
+    ``trial``: whether `stepgraph.lower` only tries this ``limit``: what a lower peak would cost is not asked."""
 
     peak: float = 0.0
     peak_is_fraction: bool = False
@@ -64,6 +65,7 @@ class FitOptions:
     compiled: bool = False
     carry_least: bool = False
     simulated: bool = False
+    trial: bool = False
 
     @property
     def peak_bytes(self) -> float:
@@ -166,6 +168,7 @@ class Fit:
         self.path: list[tuple[int, float]] = []
         state = sum(map(tensor_bytes, filter(on_host, step.placeholders(OptimizerState)))) if options.simulated else 0
         self.host = None if options.host is None else options.host - state
+        self.sizes = {node: device_bytes(node) for node in plan.nodes}
         self._reads()
         self._base(aliases)
 
@@ -184,15 +187,15 @@ class Fit:
         """Memory over time of all but the saved results, as differences from node to node."""
         plan, graph = self.plan, self.step.graph
         self.base = np.zeros(len(plan.nodes) + 1, dtype=np.int64)
-        self.base[0] = sum(device_bytes(n) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+        self.base[0] = sum(self.sizes[n] for n in plan.nodes if n.op in ("placeholder", "get_attr"))
         self.last: dict[fx.Node, int] = {}
         for node, made, freed in lifetimes(graph, plan.aliases, self.trips.fusion):
             for root in freed:
                 self.last[root] = position[node]
                 if root not in plan.saved:
-                    self.base[position[node] + 1] -= device_bytes(root)
+                    self.base[position[node] + 1] -= self.sizes[root]
             if made and node not in plan.saved:
-                self.base[position[node]] += device_bytes(node)
+                self.base[position[node]] += self.sizes[node]
             if transient := transient_bytes(node):
                 self.base[position[node]] += transient
                 self.base[position[node] + 1] -= transient
@@ -234,7 +237,7 @@ class Fit:
         """Bytes in memory while each node runs."""
         change = self.base.copy()
         for root, spans in self.intervals().items():
-            size = device_bytes(root)
+            size = self.sizes[root]
             for begin, end in spans:
                 change[begin] += size
                 change[max(begin, end) + 1] -= size
@@ -250,9 +253,10 @@ class Fit:
         self._note(self.curve())
         self._walk(moves, limit)
         self._give_back(limit)
-        chosen = set(self.dropped), set(self.gone), dict(self.prices)
-        self._walk(moves, 0)  # what a lower peak would cost
-        self.dropped, self.gone, self.prices = chosen
+        if not self.options.trial or limit == math.inf:
+            chosen = set(self.dropped), set(self.gone), dict(self.prices)
+            self._walk(moves, 0)  # what a lower peak would cost
+            self.dropped, self.gone, self.prices = chosen
         path = sorted(set(self.path), key=lambda point: (-point[0], point[1]))
         self.path = [point for i, point in enumerate(path) if all(point[1] < other[1] for other in path[i + 1 :])]
 
@@ -307,7 +311,7 @@ class Fit:
         what is dearest to compute come first, and then what comes first, so that every rank chooses the same."""
         moves = []
         for root in self.needs:
-            size = max(tensor_bytes(root), 1)
+            size = max(self.sizes[root], 1)
             again = self._again_seconds(root) / size if root in self.again else float("inf")
             if root in self.again:
                 moves.append(((_digits(again), 0.0, self.position[root]), root, "recompute"))
@@ -345,14 +349,15 @@ class Fit:
         if way == "recompute":
             self._choose(root, (way, self._again_seconds(root)))
             return True
-        size = tensor_bytes(root)
+        size = self.sizes[root]
         if self.host is not None and self.step.mesh is None:  # ranks must choose the same
-            room = self.host / self.step.in_flight - sum(map(tensor_bytes, self.gone))
+            room = self.host / self.step.in_flight - sum(self.sizes[r] for r in self.gone)
             if size > room:
                 return False
-        trips = self.trips.schedule([(r, self.last_forward[r], self.needs[r][0]) for r in (*self.gone, root)])
-        if not trips[root].away < fullest < trips[root].back or not all(trip.hidden for trip in trips.values()):
-            return False
+        for others in ((), self.gone):  # alone first: among others it is not away for longer
+            trips = self.trips.schedule([(r, self.last_forward[r], self.needs[r][0]) for r in (*others, root)])
+            if not trips[root].away < fullest < trips[root].back or not all(trip.hidden for trip in trips.values()):
+                return False
         self._choose(root, (way, _HIDDEN_PRICE * host_copy_seconds(size)))
         return True
 

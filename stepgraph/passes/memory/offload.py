@@ -9,6 +9,7 @@ Exact: a copy has the same bits. On a CPU the same nodes copy at once.
 """
 
 import bisect
+import functools
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -63,6 +64,7 @@ class Trips:
             self.times.append(max(starts.get(node.name, 0.0), self.times[-1] if self.times else 0.0))
             self.done.append(done)
             done = max(done, starts.get(node.name, 0.0) + seconds.get(node, 0.0))
+        self._seconds = functools.cache(lambda root: host_copy_seconds(tensor_bytes(root)))  # of its copy
         self.first_backward = next((i for i, node in enumerate(nodes) if plan.is_backward(node)), len(nodes) - 1)
         self.block_ends, self.block_begins = self._block_ends(("forward", "loss")), self._block_ends(("backward",))
         cut = compiled and len(plan.step.blocks) >= _FEWEST_BLOCKS
@@ -115,13 +117,13 @@ class Trips:
         away, free = {}, 0.0
         for root, _, _ in needs:
             out = self._at_or_after(self.ends, self.plan.aliases.position[root] + 1, self.latest)
-            free = max(free, self.times[out]) + host_copy_seconds(tensor_bytes(root))
+            free = max(free, self.times[out]) + self._seconds(root)
             place = bisect.bisect_left(self.times, free, out, self.latest)
             away[root] = out, self._at_or_after(self.ends, place, self.latest), free
         trips, until = {}, float("inf")
         for root, _, first in sorted(needs, key=lambda need: -need[2]):
             there = self._at_or_before(self.begins, first, self.earliest)
-            until = min(until, self.times[there]) - host_copy_seconds(tensor_bytes(root))
+            until = min(until, self.times[there]) - self._seconds(root)
             back = max(bisect.bisect_right(self.times, until) - 1, self.earliest)
             back = min(self._at_or_before(self.begins, back, self.earliest), there)
             out, end, done = away[root]
