@@ -1,4 +1,4 @@
-"""``python -m stepgraph.kernels.compile_worker FD``: compiles Triton kernels for whoever started it.
+"""``main(FD)``: compiles Triton kernels for whoever started it.
 
 ``FD``: its end of a `multiprocessing.Pipe`. It gets `Request` after `Request`, and sends (the request's number, a
 kernel's name, the error or None) for each source that is done. The results are in Triton's cache on disk. A process of
@@ -8,7 +8,6 @@ process cannot.
 
 import multiprocessing
 import os
-import sys
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -29,10 +28,11 @@ class Request(NamedTuple):
     launchers: bool
 
 
-def main(connection: Connection) -> int:
-    """Serves requests until the one who asks is gone; the exit status is 0 whatever became of single sources."""
+def main(number: int) -> None:
+    """Serves requests until the one who asks is gone, whatever becomes of single sources."""
     import triton  # noqa: F401  before the first request comes; who starts this process may have none
 
+    connection = Connection(number)
     while connection.poll(_IDLE_S):
         try:
             request = connection.recv()
@@ -44,7 +44,6 @@ def main(connection: Connection) -> int:
         with multiprocessing.get_context("fork").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
             for name, error in pool.imap_unordered(_compiled, jobs):
                 connection.send((request.number, name, error))
-    return 0
 
 
 def _compiled(job: tuple[compat.TritonSource, Any, bool]) -> tuple[str, str | None]:
@@ -57,7 +56,3 @@ def _compiled(job: tuple[compat.TritonSource, Any, bool]) -> tuple[str, str | No
         lines = str(failure).strip().splitlines() or [""]
         return source.function[1], f"{type(failure).__name__}: {lines[-1]}"
     return source.function[1], None
-
-
-if __name__ == "__main__":
-    sys.exit(main(Connection(int(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""``python -m stepgraph.passes.compile.helper FD ...``: helpers that compile pieces for whoever started them.
+"""``main(FD, ...)``: helpers that compile pieces for whoever started them.
 
 The results are in Inductor's cache on disk. One process imports, then forks a helper for each ``FD``, its end of a
 `multiprocessing.Pipe`, and says so by True on the first. A helper gets a `Request` and sends for each piece in order,
@@ -7,9 +7,8 @@ when it is done, None, or why it is not in the cache.
 
 import os
 import signal
-import sys
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,27 @@ from stepgraph.passes.compile.helpers import Request  # and, as all passes are, 
 _PATIENCE_S = 300
 
 
-def main(connections: Sequence[Connection]) -> None:
-    """Returns in each helper, when it has served, and in the process that they are forks of after all of them."""
+def main(*numbers: int) -> NoReturn:
+    """Ends each helper when it has served, and the process that they are forks of after all of them."""
+    connections = [Connection(number) for number in numbers]
     compat.import_inductor()  # while the one who started this traces
     connections[0].send(True)
     for i, connection in enumerate(connections):
         if os.fork() == 0:
             for other in connections[i + 1 :]:  # whose helpers alone hold them, so that their ends are seen
                 other.close()
-            return serve(connection)
+            serve(connection)
+            end()
         connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends the helpers, and with them this process
     for _ in connections:
         os.wait()
+    end()
+
+
+def end() -> NoReturn:
+    """End this process at once: to take apart what was imported takes a second."""
+    os._exit(0)
 
 
 def serve(connection: Connection) -> None:
@@ -79,8 +86,3 @@ def _compiled(data: bytes) -> str | None:
     except Exception as failure:  # whoever asked compiles it then, and shows what is wrong
         return f"{type(failure).__name__}: {first_line(failure)}"
     return None
-
-
-if __name__ == "__main__":
-    main([Connection(int(number)) for number in sys.argv[1:]])
-    os._exit(0)  # to take apart what was imported takes a second

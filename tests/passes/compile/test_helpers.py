@@ -181,7 +181,6 @@ def test_helpers_that_do_not_end_hold_up_nothing(monkeypatch):
 
 FORKS = """
 import os, sys, time
-from multiprocessing.connection import Connection
 from stepgraph import compat
 from stepgraph.passes.compile import helper
 compat.import_inductor = lambda: None
@@ -192,8 +191,7 @@ def serve(connection):
         os._exit(0)
     time.sleep(60)
 helper.serve = serve
-helper.main([Connection(int(number)) for number in sys.argv[1:]])
-os._exit(0)
+helper.main(*map(int, sys.argv[1:]))
 """
 
 
@@ -201,7 +199,7 @@ def test_helpers_are_forks_that_end_one_by_one_and_together(monkeypatch):
     run = subprocess.Popen
     monkeypatch.setenv("PYTHONPATH", str(Path(stepgraph.__file__).parents[1]))
     monkeypatch.setattr(
-        subprocess, "Popen", lambda command, **kept: run([sys.executable, "-c", FORKS, *command[3:]], **kept)
+        subprocess, "Popen", lambda command, **kept: run([sys.executable, "-c", FORKS, *command[4:]], **kept)
     )
     team = helpers.Team(3)
     one, other, last = team.connections
