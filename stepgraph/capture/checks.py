@@ -48,8 +48,8 @@ def check_alike(alike: bool, accumulate: int) -> None:
 
 
 def is_setting(buffer: torch.Tensor) -> bool:
-    """Whether Python may read a buffer: one of few integers, such as a stride."""
-    return has_values(buffer) and not (buffer.is_floating_point() or buffer.is_complex()) and buffer.numel() <= 4096
+    """Whether Python may read a buffer, such as a stride or a causal mask: not one that would take long to copy."""
+    return has_values(buffer) and buffer.numel() <= 1 << 22
 
 
 def refuse_moving(slot: Slot, moves: bool) -> None:

@@ -8,7 +8,7 @@ eigenvalues that need no gradient eager computes alone, by another algorithm; a 
 
 Checks that eager makes on the host before it computes raise when the step runs. For the tensors of a trace torch leaves
 these out: that classes of ``one_hot`` are below their number, and that ``q`` of ``quantile`` is in [0, 1]. Those of
-``torch.distributions`` ask for a value.
+``torch.distributions`` and of ``gaussian_nll_loss`` ask for a value.
 """
 
 import os
@@ -123,6 +123,8 @@ class EagerFormulas(TorchFunctionMode):
             return _values(func, args, kwargs)
         if func in (torch.ctc_loss, nn.functional.ctc_loss):
             return _ctc_loss(func, *args, **kwargs)
+        if func is nn.functional.gaussian_nll_loss:
+            return _gaussian_nll_loss(func, *args, **kwargs)
         if compat.in_function_transform():
             return func(*args, **kwargs)
         answer = check_call(func, args, kwargs, self.is_literal)
@@ -147,6 +149,13 @@ def _ctc_loss(func: Any, log_probs: Any, targets: Any, *args: Any, **kwargs: Any
 
     kwargs = {name: lengths(value) for name, value in kwargs.items()}
     return func(log_probs, targets, *map(lengths, args), **kwargs)
+
+
+def _gaussian_nll_loss(func: Any, x: Tensor, target: Tensor, var: Any, *args: Any, **kwargs: Any) -> Tensor:
+    if isinstance(var, Tensor):
+        compat.assert_all(~(var < 0), "var has negative entry/entries")
+    with compat.replaced(torch, any=lambda _: False):  # what it asks of var
+        return func(x, target, var, *args, **kwargs)
 
 
 def _values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,12 +4,13 @@ A step is traced without values, so ``if (positions.diff() != 1).any():`` has no
 tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. Python so
 takes the same branch as in eager: Hugging Face models, for example, leave out masks that are only causal.
 
-In a training step the integers of the batch are known as well, and how its other numbers compare. What Python learns
-from them, such as lengths and how many elements a mask selects, holds for this form of the step: see `BatchReads`.
+In a training step the integers of the batch are known as well, and how its other numbers compare; so are buffers that
+the step does not change, and tensors from outside of the step. What Python learns from them, such as lengths and how
+many elements a mask selects, holds for this form of the step: see `BatchReads`.
 
 An operator that writes known values in place into a tensor that the trace made is computed again with all that led to
 it. Unknown are the values of random tensors, of uninitialized ones of which a part was not written, of the ones that
-other operators wrote to, of the ones outside the step that may change there, and of ones above `LARGEST`.
+other operators wrote to, and of ones above `LARGEST`.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import starmap
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor, fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.autocast import CALL_OTHERS
+from stepgraph.capture.batch import has_values
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
 from stepgraph.capture.python.values import counts
 from stepgraph.errors import noting_refusals, warn_caller
@@ -56,7 +59,7 @@ _PUTS = (
 _SAME_ANYWHERE = (
     *("add", "sub", "mul", "div", "neg", "abs", "floor", "ceil", "round", "trunc", "clamp", "where", "masked_fill"),
     *("_to_copy", "clone", "lift_fresh_copy", "scalar_tensor", "zeros", "ones", "full", "cat", "index", "gather"),
-    *("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
+    *("triu", "tril", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"),
 )
 
 #: These give truth values of floating-point numbers, the same ones everywhere.
@@ -72,8 +75,8 @@ class KnownValues(compat.DispatchMode):
     """While active inside a trace, operators that give Python a value (``.item()``, ``if tensor:``) give known values;
     for others they fail as before. One per trace.
 
-    ``batch``: tensors of the batch, and small buffers of integers, on the CPU, by the placeholders of the trace. What
-    Python reads of them goes to ``reads``.
+    ``batch``: tensors of the batch, and ``buffers``, by the placeholders of the trace. ``enters``: whether a tensor
+    that existed before the trace is known too. What Python reads of all these goes to ``reads``.
     ``outside``: tensors from outside the step that gave such a value. ``exact``: whether a drawn 0.0 counts.
     ``caught``: errors of the trace alone: for a value that is not known, and refusals. Where the trace continues after
     one, forward has caught it, and does what it would not do in eager: the mode raises it at its end.
@@ -82,12 +85,19 @@ class KnownValues(compat.DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, batch: Mapping[fx.Node, Tensor] | None = None, reads: BatchReads | None = None, exact: bool = True
+        self,
+        batch: Mapping[fx.Node, Tensor] = MappingProxyType({}),
+        buffers: Mapping[fx.Node, Tensor] = MappingProxyType({}),
+        reads: BatchReads | None = None,
+        exact: bool = True,
+        enters: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         super().__init__()
-        self._exact = exact
+        self._exact, self._enters = exact, enters
         self.caught: list[Exception] = []
-        self._batch, self._reads = dict(batch or {}), reads
+        self._batch, self._reads = dict(batch) | dict(buffers), reads
+        self._leaves = batch.keys()
+        self._on_host: dict[fx.Node, Tensor] = {}
         self._fits: dict[fx.Node, bool] = {}
         self._writes: dict[int, list[fx.Node] | None] = {}  # storage -> its known writes; None: others too
         self.outside: list[Tensor] = []
@@ -137,6 +147,8 @@ class KnownValues(compat.DispatchMode):
             arguments = func._schema.arguments
             given = dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
             written = [given.get(a.name) for a in arguments if a.is_write]
+            if _is_write(func):
+                args = *args[:1], *self._entered(args[1:])
             if _is_write(func) and self._histories((args, kwargs)) is not None:
                 return self._write(written[0], func(*args, **kwargs))
             self.note_writes(written)
@@ -151,10 +163,18 @@ class KnownValues(compat.DispatchMode):
             self.outside += [t for leaf in leaves if isinstance(leaf, Tensor) for t in _outside(leaf)]
             return value
         elif func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            return func(args[0], self._all_places(args[1]))
+            return func(args[0], self._all_places(self._entered(args[1])))
         elif torch.Tag.dynamic_output_shape in func.tags and func is not aten.index.Tensor:
-            return self._sized(func, args, kwargs)
+            return self._sized(func, *self._entered((args, kwargs)))
         return self._repeated(func, args, kwargs)
+
+    def _entered(self, arguments: Any) -> Any:
+        """``arguments``, with nodes of the trace for tensors from outside."""
+
+        def enter(tensor: Tensor) -> Tensor:
+            return aten.alias.default(tensor) if has_values(tensor) and self._enters(tensor) else tensor
+
+        return compat.pytree.tree_map_only(Tensor, enter, arguments)
 
     def _ask(self, function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
         """What ``function`` gives for known tensors."""
@@ -172,7 +192,7 @@ class KnownValues(compat.DispatchMode):
         given = compat.pytree.tree_map(node, given)
         asked = [leaf for leaf in compat.pytree.tree_leaves(given) if isinstance(leaf, fx.Node)]
         history = set().union(*(self._history(node) or () for node in asked))
-        if self._reads is not None and (self._reads.open_sizes or not history.isdisjoint(self._batch)):
+        if self._reads is not None and (self._reads.open_sizes or not self._is_literal(history)):
             self._reads.note({node: _literal(node) for node in history}, function, *given, answer)
         return answer
 
@@ -247,7 +267,11 @@ class KnownValues(compat.DispatchMode):
         """Whether the values of a tensor of the running trace follow from literals."""
         if not self._knows_all(tensor):
             return False
-        return self._batch.keys().isdisjoint(self._history(compat.node_of_trace(tensor)))
+        return self._is_literal(self._history(compat.node_of_trace(tensor)))
+
+    def _is_literal(self, history: Collection[fx.Node]) -> bool:
+        """Whether a value that ``history`` leads to follows from literals."""
+        return self._batch.keys().isdisjoint(history) and not any(map(_is_outside, history))
 
     def knows_of_batch(self, tensor: Tensor) -> bool:
         """Whether the values of a tensor of the running trace follow from literals and the batch's integers."""
@@ -326,7 +350,8 @@ class KnownValues(compat.DispatchMode):
                     return None
                 pending += needed
                 found.add(source)
-        return sorted(found) if found.isdisjoint(self._batch) or _is_exact(node, found, self._batch) else None
+        given = found.intersection(self._batch) | set(filter(_is_outside, found))
+        return sorted(found) if not given or _is_exact(node, found, given, self._leaves) else None
 
     def _needed(self, node: fx.Node) -> list[fx.Node] | None:
         """The nodes that ``node`` is computed from, and that write to its storage; None if it cannot be computed."""
@@ -336,7 +361,9 @@ class KnownValues(compat.DispatchMode):
         needed = [write for nodes in writes for write in nodes or () if write is not node]
         if node in self._batch:
             return needed
-        if node.op == "get_attr" or node not in self._fits:
+        if node.op == "get_attr":
+            self._fits[node] = not _is_outside(node) or (has_values(_literal(node)) and self._enters(_literal(node)))
+        elif node not in self._fits:
             self._fits[node] = _computable(node)
         return [*sources(node), *needed] if self._fits[node] else None
 
@@ -347,7 +374,10 @@ class KnownValues(compat.DispatchMode):
 
     def _computed(self, wanted: fx.Node, history: Sequence[fx.Node], empty: str = "min") -> Tensor:
         """The value of ``wanted``; what ``torch.empty`` gives holds the ``empty`` number of its dtype, min or max."""
-        values = self._batch | {node: _literal(node) for node in history if node.op == "get_attr"}
+        values = {node: _literal(node) for node in history if node.op == "get_attr"}
+        with compat.without_modes():  # a copy from a GPU would be fake
+            for node in filter(self._batch.__contains__, history):
+                values[node] = self._on_host[node] = self._on_host.get(node, self._batch[node]).cpu()
         uses = Counter(source for node in history for source in sources(node))
         with compat.without_modes(), torch.no_grad():
             for node in history:
@@ -414,11 +444,16 @@ def _outside(tensor: Tensor) -> list[Tensor]:
     return [held for held in map(_literal, met) if held is not None]
 
 
+def _is_outside(node: fx.Node) -> bool:
+    """Whether the node is a constant that existed before the trace, and may change between steps, and no literal."""
+    if node.op != "get_attr":
+        return False
+    literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
+    return not (literal and _literal(node).untyped_storage().resizable())  # NumPy's memory is not
+
+
 def _computable(node: fx.Node) -> bool:
     """Whether the node gives the same values in every step if its inputs do."""
-    if node.op == "get_attr":  # a literal; other constants existed before the trace and may change between steps
-        literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
-        return literal and _literal(node).untyped_storage().resizable()  # not NumPy's memory
     if node.target is operator.getitem:
         return True
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -432,17 +467,17 @@ def _computable(node: fx.Node) -> bool:
     )
 
 
-def _is_exact(node: fx.Node, history: set[fx.Node], batch: Collection[fx.Node]) -> bool:
-    """Whether the value of ``node``, which follows from the batch by ``history``, may be computed on the CPU before
-    each call: with the same bits, and without much work.
+def _is_exact(node: fx.Node, history: set[fx.Node], given: Collection[fx.Node], batch: Collection[fx.Node]) -> bool:
+    """Whether the value of ``node``, which follows from the ``given`` nodes by ``history``, may be computed on the CPU
+    before each call: with the same bits, and without much work.
 
-    The batch's numbers of floating point change in every step, and so may only be compared.
+    The ``batch``'s numbers of floating point change in every step, and so may only be compared.
     """
     compared = any(map(_is_floating, history.intersection(batch)))
     if compared and _is_floating(node):
         return False
     elements = 0
-    for made in history.difference(batch):
+    for made in history.difference(given):
         if is_view(made):
             continue
         if compared and not _is_floating(made) and any(map(_is_floating, sources(made))):

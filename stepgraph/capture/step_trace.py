@@ -270,10 +270,10 @@ class StepTrace:
         }
         buffers = {node: slot.tensor for node, slot in self.settings.items()}
         self.batch_reads = BatchReads(places, buffers, self.open_sizes is not None)
-        known = {node: self.leaves[i] for node, i in places.items()} | buffers
-        with compat.without_modes():  # a copy from a GPU would be fake
-            on_host = {node: value.cpu() for node, value in known.items()}
-        found = KnownValues(on_host, self.batch_reads, self.exact)
+        leaves = {node: self.leaves[i] for node, i in places.items()}
+        own = set(checks.storages([slot.tensor for slot in self.slots]))
+        enters = lambda tensor: self.share is None and checks.storages([tensor])[0] not in own  # noqa: E731
+        found = KnownValues(leaves, buffers, self.batch_reads, self.exact, enters)
         self.recorder.is_known, self.recorder.is_literal = found.knows_of_batch, found.knows
         return found
 

@@ -32,6 +32,7 @@ CHECKS = {
         PLACES - 2.0,
     ),
     "geometric": (lambda y, v: distributions.Geometric(v * 0.2).log_prob(PLACES) * y, PLACES + 1.0, PLACES * 1.0),
+    "variance": (lambda y, v: F.gaussian_nll_loss(y, y.detach() + 1, v.expand(4, 4)), PLACES + 1.0, PLACES - 1.0),
     "check_all": (lambda y, v: (torch._check_tensor_all(v < 1.0), y)[1], PLACES / 4, PLACES / 2),
 }
 
@@ -62,7 +63,7 @@ def test_values_that_eager_refuses_are_refused(check, accumulate):
     batch["v"] = bad.expand(accumulate, 4)
     with pytest.raises((ValueError, RuntimeError)):
         loss_fn(eager, {k: t.chunk(accumulate)[0] for k, t in batch.items()})
-    with pytest.raises((ValueError, RuntimeError), match=r"Class values|q values|outside what|all elements"):
+    with pytest.raises((ValueError, RuntimeError), match=r"Class values|q values|outside what|all elements|negative"):
         step(batch)
 
 
