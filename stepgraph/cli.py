@@ -7,6 +7,7 @@ exception keeps its traceback.
 import contextlib
 import dataclasses
 import errno
+import gc
 import importlib
 import io
 import os
@@ -193,16 +194,27 @@ def _dispatch(arguments: list[str]) -> int:
 
             from stepgraph.train import trainer
 
+            _collect()
             return trainer.run(config)
         case "compile":
             from stepgraph.train import compile as compiler
 
+            _collect()
             return compiler.main(parse_train(rest, "compile"))
     if command in _MODULES:
-        return importlib.import_module(_MODULES[command]).main(rest)
+        module = importlib.import_module(_MODULES[command])
+        _collect()
+        return module.main(rest)
     if command.startswith("-"):
         raise unknown_option(command, ["--help", "--version"])
     raise unknown_name("command", command, ["train", "compile", *_MODULES])
+
+
+def _collect() -> None:
+    """Let Python's collector begin, if `__main__` has put it off, but not look at what is imported, which stays."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def _load_torch() -> None:

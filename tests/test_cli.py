@@ -273,6 +273,26 @@ def test_a_process_may_start_without_streams():
     assert subprocess.run(["sh", "-c", f"{run} <&- >&- 2>&- && {run} nothing <&- >&- 2>&-"]).returncode == 2
 
 
+COLLECTED = """
+import gc, sys, types
+from stepgraph import __main__, cli
+from stepgraph.train import trainer
+from stepgraph.train import compile as compiler
+def told(given):
+    print(gc.isenabled(), gc.get_freeze_count() > 100_000)
+    return 0
+trainer.run = compiler.main = told
+sys.modules["probe"], cli._MODULES["plan"] = types.SimpleNamespace(main=told), "probe"
+__main__.run()
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "compile", "plan"])
+def test_the_collector_is_on_while_a_command_runs_but_leaves_what_was_imported(command):
+    words = [sys.executable, "-c", COLLECTED, command, "llama3-debug"]
+    assert subprocess.run(words, capture_output=True, text=True).stdout == "True True\n"
+
+
 def test_our_warnings_are_one_line_and_those_of_others_stay(monkeypatch):
     said = []
 
