@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from stepgraph.errors import warn_caller
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts, whole_state
 from stepgraph.parallel.ranks import Ranks
-from stepgraph.passes import Passes
+from stepgraph.passes import Passes, Target, prepare
 from stepgraph.run.bound import RandomState
 from stepgraph.step import CapturedStep, capture
 
@@ -110,7 +110,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         self._whole: dict[str, torch.Tensor] | None = None  # weights, while they are saved
         self._loads_from = ""
         super().__init__(*args, **kwargs)
-        self._passes = passes
+        self._passes = tuple(passes) if isinstance(passes, Iterable) and not isinstance(passes, str) else passes
         #: By what the graph has taken from the trainer: number of microbatches, their class, limit and optimizer.
         self._steps: dict[tuple, CapturedStep] = {}
         self._apart: dict[tuple, CapturedStep] = {}
@@ -288,6 +288,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         for of_another_run in (self._steps, self._apart, self._uncaptured, self._waiting, self._reported):
             of_another_run.clear()
         self._after = None
+        prepare(self._passes, (), Target(self.args.device.type))  # while the data and the optimizer are set up
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -11,7 +11,8 @@ pytest.importorskip("accelerate")
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 from stepgraph.integrations import GraphTrainer  # noqa: E402
-from stepgraph.passes import StepOptions  # noqa: E402
+from stepgraph.integrations import trainer as trainer_module  # noqa: E402
+from stepgraph.passes import StepOptions, Target  # noqa: E402
 from tests.integrations.trainers import both, check_same, qwen, sequences, trained  # noqa: E402
 
 
@@ -36,6 +37,19 @@ def test_same_as_the_plain_trainer(tmp_path, options):
     assert len(first[0]) >= 2
     assert second[1].captured is not None and {r.name for r in second[1].captured.report} >= {"inplace_update"}
     assert all(p.grad is None for p in second[1].model.parameters())
+
+
+def test_what_compiles_is_started_before_the_data_is_set_up(tmp_path, monkeypatch):
+    order = []
+
+    class Early(GraphTrainer):
+        def get_train_dataloader(self):
+            raise RuntimeError("no data")
+
+    monkeypatch.setattr(trainer_module, "prepare", lambda *given: order.append(given))
+    with pytest.raises(RuntimeError, match="no data"):
+        trained(Early, tmp_path, trainer_options={"passes": iter(["dead_code"])})
+    assert order == [(("dead_code",), (), Target("cpu"))]
 
 
 def test_a_batch_is_verified_as_the_loader_gives_it(tmp_path):
