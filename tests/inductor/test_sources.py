@@ -64,7 +64,7 @@ def test_there_may_be_none():
 @pytest.mark.slow
 def test_a_graph_says_what_inductor_generated_for_each_of_its_nodes():
     batch = torch.randn(8, 16)
-    passes = ["tag_regions", get("inductor", mode="regional")]
+    passes = ["fuse_norm", "tag_regions", get("inductor", mode="regional")]
     model = nn.Sequential(nn.RMSNorm(16), nn.RMSNorm(16))
     step = stepgraph.capture(model, lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     found = graph_account(step.graph, Call(Kind.STEP), 1, GPUS["h200"], {}, fused=True, ran=True)

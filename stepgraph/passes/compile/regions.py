@@ -1,11 +1,10 @@
-"""Tags the regions that regional compilation takes: rotations, gated products, norms, attention. All else stays eager.
+"""Tags the regions that regional compilation takes: rotations, gated products, attention. All else stays eager, but for
+norms, which `fuse_norm` has tagged.
 
 Matches, forward and backward, by operators and dataflow:
 - ``rope``: ``x * cos + rotate(x) * sin``, where ``rotate`` swaps the halves of the last dimension (and negates one, or
   the table of sines does), and its backward ``g * cos + rotate(g * sin)``.
 - ``swiglu``: ``silu(gate) * up``, and both products and ``silu_backward`` of its backward.
-- ``norm``: what one module computes around an ``rsqrt`` or torch's fused norms, with the residual addition and casts
-  before and casts after. The backward is what reads the forward's ``rsqrt``, or torch's fused backward.
 - ``attention``: FlexAttention, on a GPU; Inductor compiles its backward for GPUs only.
 Before -> after: nodes -> the same nodes, tagged; what is tagged already keeps its tag. Tier: that of `inductor`, which
 compiles what is tagged. Preconditions: a flat graph with phases.
@@ -20,7 +19,6 @@ from stepgraph.graph.facts import argument, aten, cast_behind, casts_of, higher_
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import Region, region_of, tag
-from stepgraph.passes.compile.norm_regions import norms
 
 _SLICED_BACK = aten.slice_backward.default
 _FLEX = (higher_order.flex_attention, higher_order.flex_attention_backward)
@@ -33,7 +31,7 @@ def tag_regions(step: StepGraph, kinds: Sequence[str]) -> dict[str, int]:
             nodes = [node for node in found if region_of(node) is None]
             if nodes and not any(node.meta.get(KEEP_EAGER) for node in nodes):
                 tag(nodes, Region(nodes[0].name, kind))
-    counts = Counter(region.kind for region in set(map(region_of, step.graph.nodes)) if region is not None)
+    counts = Counter(region.kind for region in dict.fromkeys(map(region_of, step.graph.nodes)) if region is not None)
     return {kind: counts[kind] for kind in [*kinds, *(kind for kind in counts if kind not in kinds)]}
 
 
@@ -171,5 +169,4 @@ MATCHERS: dict[str, Callable[[StepGraph], Iterator[list[fx.Node]]]] = {
     "attention": attentions,
     "rope": rotations,
     "swiglu": swiglus,
-    "norm": norms,
 }

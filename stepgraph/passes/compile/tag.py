@@ -32,7 +32,7 @@ class TagOptions:
     forecast=False,  # a forecast of regional compilation counts each operator by itself
 )
 def tag(step: StepGraph, options: TagOptions, report: PassReport) -> None:
-    """Tag norms, rotations, gated products and FlexAttention as regions to compile."""
+    """Tag rotations, gated products and FlexAttention as regions to compile."""
     found = tag_regions(step, options.kinds)
     report.matched = report.changed = sum(found.values())
     report.summary = f"{report.matched} regions to compile"

@@ -11,6 +11,7 @@ Source: the idea of torchtitan pull request 3132.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -19,7 +20,7 @@ from torch import fx
 from stepgraph.costs.norms import Traffic, cost
 from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import is_pointwise, tensor_bytes
+from stepgraph.graph.facts import is_pointwise, is_view, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.provenance import phase_of
 from stepgraph.inductor.regional import KEY, Region
@@ -66,9 +67,9 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             left.append(f"{found.root.name} is not a norm that this pass knows: {found.why}")
     aliases = Aliases(step.graph) if norms else None
     forms, chosen = Counter(), Counter()
-    kernels = []
+    kernels, regions = [], []
     choices: dict[fx.Node, str] = {}
-    for i, found in enumerate(norms):
+    for found in norms:
         forms[found.form, "forward"] += bool(found.outputs)
         forms[found.form, "backward"] += found.gradient is not None
         why = unsupported(found, aliases)
@@ -82,10 +83,11 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             kernels.append(found)
         elif options.choice == "kernel":
             left.append(f"{found.root.name} stays as it is: {why}")
-        if choice == "inductor" and options.on_gpu:
-            _mark_region(found, i)
+        if choice == "inductor":
+            regions.append(found)
         elif choice == "eager" and options.choice == "eager":
             _mark_eager(found)
+    _mark_regions(regions)
     details = _rewrite(step, kernels, aliases) if kernels else ""
     report.matched, report.changed = len(norms), len(kernels)
     report.summary = (
@@ -169,15 +171,21 @@ def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
 # Marks
 
 
-def _mark_region(found: Found, i: int) -> None:
-    """Mark the norm with its pointwise neighbours, forward and backward apart."""
-    nodes = set(found.nodes)
+def _mark_regions(norms: list[Found]) -> None:
+    """Mark each norm with its pointwise neighbours, forward and backward apart, as regions for a compiler."""
+    for nodes_of in (lambda found: found.nodes, _around):  # what is a norm's own before any neighbour
+        for i, found in enumerate(norms):
+            for node in nodes_of(found):
+                if phase_of(node) != "optimizer":
+                    part = "backward" if phase_of(node) == "backward" else "forward"
+                    node.meta.setdefault(KEY, Region(f"norm.{i}.{part}", "norm"))
+
+
+def _around(found: Found) -> Iterator[fx.Node]:
+    """The pointwise neighbours, and views between the norm's own nodes."""
     for node in found.nodes:
-        nodes |= {n for n in (*node.all_input_nodes, *node.users) if is_pointwise(n)}
-    for node in nodes:
-        if phase_of(node) != "optimizer":
-            part = "backward" if phase_of(node) == "backward" else "forward"
-            node.meta.setdefault(KEY, Region(f"norm.{i}.{part}", "norm"))
+        yield from filter(is_pointwise, (*node.all_input_nodes, *node.users))
+        yield from (n for n in node.all_input_nodes if is_view(n) and n.args[0] in found.nodes)
 
 
 def _mark_eager(found: Found) -> None:

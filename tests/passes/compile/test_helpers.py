@@ -277,7 +277,7 @@ ALONE = """
 torch.manual_seed(0)
 model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(16, float(sys.argv[1])), nn.GELU()) for _ in range(2)])
 loss, batch = (lambda model, x: model(x).square().mean()), torch.ones(8, 16)
-passes = ["tag_regions", get("inductor", mode="regional")]
+passes = ["dead_code", "fuse_norm", "tag_regions", get("inductor", mode="regional")]
 """
 OF_A_RANK = """
 from stepgraph.parallel import next_token_loss
