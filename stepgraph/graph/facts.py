@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
-from stepgraph.kernels import attention, concat_sums, fp8, gelu, gelu_rows, products  # noqa: F401  (they define operators)
+from stepgraph.kernels import attention, fp8, gelu, gelu_rows, products  # noqa: F401  (they define operators)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.lora import sums  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
@@ -54,7 +54,7 @@ _PURE = {
     ours.cast_scaled_groups.default, ours.cast_packed_rows.default,
     ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.product.default,
     ours.modulated_norm_backward.default, ours.gated_norm_backward.default, ours.gelu_rows.default,
-    ours.gelu_rows_backward.default, ours.concat_sums.default,
+    ours.gelu_rows_backward.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.

@@ -117,7 +117,6 @@ def examples(t):
     yield "rows_begin", (t(4096, 1024), None, 1, back, there, 2, "ep")
     statistics, of_sequence = [t(4, 64, 1, dtype=FP32)] * 2, t(4, 1, 1024)
     modulated = t(4, 64, 1024), t(4, 64, 1024), *statistics, of_sequence, 1.0
-    yield "concat_sums", (t(64, 1024), t(64, 256), t(64, 256))
     yield "gelu_rows", (t(64, 1024), "none")
     yield "gelu_rows_backward", (t(64, 1024), t(64, 1024), "tanh", True)
     yield "modulated_norm_backward", (*modulated, None)
