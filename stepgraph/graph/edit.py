@@ -4,6 +4,8 @@ A new node has what a traced one has: its fake value, and the provenance of the 
 """
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,15 +29,17 @@ class Builder:
 
     What replaces several nodes has the provenance of all (see `provenance.together`). ``before``, ``after``: the
     place; each new node comes after the last one. Without a place: where the graph inserts nodes, as inside
-    ``with graph.inserting_before(node)``.
+    ``with graph.inserting_before(node)``. ``mark``: one of `stepgraph.graph.marks` for every new node.
 
         build = Builder(old, before=old)
         new = build(aten.mul.Tensor, x, 2.0)
     """
 
-    def __init__(self, *like: fx.Node, before: fx.Node | None = None, after: fx.Node | None = None):
+    def __init__(
+        self, *like: fx.Node, before: fx.Node | None = None, after: fx.Node | None = None, mark: str | None = None
+    ):
         self.graph, self.origin = like[0].graph, together([provenance(node) for node in like])
-        self.place = before if after is None else after.next
+        self.place, self.mark = before if after is None else after.next, mark
 
     def __call__(self, target: Callable, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A node that calls ``target``; ``like``: in the name of this node instead."""
@@ -43,7 +47,13 @@ class Builder:
             node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = self.value_of(node)
         set_provenance(node, provenance(like) if like else self.origin)
+        if self.mark:
+            node.meta[self.mark] = True
         return node
+
+    def parts(self, node: fx.Node, *places: int) -> list[fx.Node]:
+        """The results of ``node`` at ``places``; all by default."""
+        return [self(operator.getitem, node, i) for i in places or range(len(node.meta["val"]))]
 
     def value_of(self, node: fx.Node) -> Any:
         """The fake value of a new node."""
@@ -56,6 +66,27 @@ class Builder:
     def view(self, node: fx.Node, shape: Sequence[int], like: fx.Node | None = None) -> fx.Node:
         """``node`` in ``shape``: itself, if it has that."""
         return node if node.meta["val"].shape == shape else self(aten.view.default, node, list(shape), like=like)
+
+    def permute(self, node: fx.Node, order: Sequence[int], like: fx.Node | None = None) -> fx.Node:
+        """``node`` with its dimensions in ``order``: itself, if they are."""
+        order = list(order)
+        return node if order == sorted(order) else self(aten.permute.default, node, order, like=like)
+
+    def cat(self, nodes: Sequence[fx.Node], dim: int = 0) -> fx.Node:
+        """``nodes`` one after the other: itself, if there is one."""
+        return nodes[0] if len(nodes) == 1 else self(aten.cat.default, list(nodes), dim)
+
+    def total(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """The sum of ``nodes``, added in their order."""
+        return functools.reduce(lambda total, node: self(aten.add.Tensor, total, node), nodes)
+
+    def contiguous(self, node: fx.Node) -> fx.Node:
+        """``node``, or a copy where it is not contiguous."""
+        return node if node.meta["val"].is_contiguous() else self.copy(node)
+
+    def copy(self, node: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        """A contiguous copy of ``node``."""
+        return self(aten.clone.default, node, memory_format=torch.contiguous_format, like=like)
 
 
 #: By fake mode: by operator and the forms of its arguments, the forms of what it gave.

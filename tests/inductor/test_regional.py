@@ -180,7 +180,9 @@ def test_layers_share_what_was_compiled(monkeypatch):
     monkeypatch.setattr(compat, "await_compile_workers", lambda: waits.append(True))
     monkeypatch.setattr(sys.modules["stepgraph.passes.compile.inductor"], "compile_pieces", beside)
     _, made = compat.inductor_cache_counts()
-    step = gradients(llama(n_layers=4), next_token_loss, ["fuse_norm", "tag_regions", get("inductor", mode="regional")])[2]
+    step = gradients(
+        llama(n_layers=4), next_token_loss, ["fuse_norm", "tag_regions", get("inductor", mode="regional")]
+    )[2]
     calls = step.graph.executable.graph.find_nodes(op="call_module")
     modules = {id(getattr(step.graph.executable, call.target)) for call in calls}
     assert len(calls) == 42 and len(modules) == 11  # 16 rotations of 4 forms, 8 products of 2, 18 norms of 5

@@ -10,7 +10,6 @@ GPU, and what the user switched off (``torch.backends.cuda.enable_cudnn_sdp`` an
 Source: torch's ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -148,7 +147,7 @@ def odd_rows(value: torch.Tensor) -> bool:
 
 def forward_nodes(
     backend: Backend, build: Builder, inputs: Sequence[fx.Node], causal: bool, scale: float | None, saves: bool
-) -> tuple[fx.Node, ...]:
+) -> list[fx.Node]:
     """The forward of ``inputs`` (q, k and v) by ``backend``, not flex: (its result, and what its backward reads).
     ``saves``: there is a backward."""
     if backend == "cudnn":
@@ -162,7 +161,7 @@ def forward_nodes(
     else:
         made = build(ours.flash4_attention.default, *inputs, scale, causal)
         parts = (0, 1)
-    return tuple(build(operator.getitem, made, i) for i in (parts if saves else parts[:1]))
+    return build.parts(made, *(parts if saves else parts[:1]))
 
 
 def backward_nodes(
@@ -191,7 +190,7 @@ def backward_nodes(
         )  # fmt: skip
     else:
         made = build(ours.flash4_attention_backward.default, grad, *inputs, *saved, scale, causal, deterministic)
-    return [build(operator.getitem, made, i) for i in range(3)]
+    return build.parts(made, 0, 1, 2)
 
 
 def _widths(case: Case) -> str:

@@ -14,7 +14,6 @@ Source: Dong et al., "Flex Attention", 2024; torch's ``torch/nn/attention/flex_a
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,12 +109,12 @@ class FlexNodes:
 
     def forward(
         self, build: Builder, inputs: Sequence[fx.Node], seen: Band | Pairs, scale: float | None, cap: float = 0.0
-    ) -> tuple[fx.Node, fx.Node]:
+    ) -> list[fx.Node]:
         """(the result, what its backward reads) of ``inputs`` (q, k and v), whose queries see the keys ``seen``. With
         a ``cap`` scores are ``cap * tanh(score)``."""
         made = build(higher_order.flex_attention, *inputs, self._graph(_score, cap), *self._rest(inputs, seen, scale))
         self._count(made, inputs, seen)
-        return build(operator.getitem, made, 0), build(operator.getitem, made, 1)
+        return build.parts(made, 0, 1)
 
     def backward(
         self,
@@ -138,7 +137,7 @@ class FlexNodes:
             *inputs, *saved, grad, of_log, *graphs, *self._rest(inputs, seen, scale),
         )  # fmt: skip
         self._count(made, inputs, seen)
-        return [build(operator.getitem, made, i) for i in range(3)]
+        return build.parts(made, 0, 1, 2)
 
     def _rest(self, inputs: Sequence[fx.Node], seen: Band | Pairs, scale: float | None) -> tuple[Any, ...]:
         """The arguments that both directions share: what is seen, the scale, the options, what mask graphs read."""

@@ -524,11 +524,11 @@ class _Written:
         elif backend == "cudnn":
             forward = aten._scaled_dot_product_cudnn_attention.default
             made = build(forward, q, k, v, bias, saves, 0.0, False, False, scale=scale)
-            out, *saved = (build(operator.getitem, made, i) for i in ((0, 1, 6, 7) if saves else (0,)))
+            out, *saved = build.parts(made, *((0, 1, 6, 7) if saves else (0,)))
         else:
             forward = aten._scaled_dot_product_efficient_attention.default
             made = build(forward, q, k, v, bias, saves, 0.0, False, scale=scale)
-            out, *saved = (build(operator.getitem, made, i) for i in (range(4) if saves else (0,)))
+            out, *saved = build.parts(made, *(range(4) if saves else (0,)))
         share = self._share(build, saved[0]) if self.sink is not None else None
         shown = out if share is None else build.cast(build(aten.mul.Tensor, out, share), dtype)
         self._put(self.out, shown, d, False)
@@ -539,7 +539,7 @@ class _Written:
             grad = build.cast(build.view(grad, like), dtype)
             grad = grad if factor * d == 1.0 else build(aten.mul.Tensor, grad, factor * d)
             if grad.meta["val"].stride(-1) != 1:
-                grad = build(aten.clone.default, grad, memory_format=torch.contiguous_format)
+                grad = build.copy(grad)
             rest, tail = (T, S, 0.0, False), {"scale": scale}
             if backend == "flex":
                 of_log = None
@@ -550,12 +550,12 @@ class _Written:
             elif backend == "cudnn":
                 backward = aten._scaled_dot_product_cudnn_attention_backward.default
                 made = build(backward, grad, q, k, v, out, *saved, bias, None, None, *rest, **tail)
-                grads = [build(operator.getitem, made, i) for i in range(3)]
+                grads = build.parts(made, 0, 1, 2)
             else:
                 backward = aten._scaled_dot_product_efficient_attention_backward.default
                 wanted = [True, True, True, bool(self.dbias)]
                 made = build(backward, grad, q, k, v, bias, out, *saved, 0.0, wanted, False, **tail)
-                grads = [build(operator.getitem, made, i) for i in range(4 if self.dbias else 3)]
+                grads = build.parts(made, *range(4 if self.dbias else 3))
             for node, user, number in self.dbias:
                 value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
                 value = value if number == 1.0 else build(aten.mul.Tensor, value, number)
@@ -594,7 +594,7 @@ class _Written:
             new = build(aten.transpose.int, node, -2, -1) if turned else node
             new = build.view(new, torch.Size((B, H, length, new.meta["val"].shape[-1])))
             if new.meta["val"].stride(-1) != 1:
-                new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
+                new = build.copy(new)
             made.append(new)
         return made
 
@@ -628,7 +628,7 @@ class _Written:
             total = build(aten.constant_pad_nd.default, total, [0, -size[-1] % _ALIGNED], 0.0)
             total = build(aten.slice.Tensor, total, -1, 0, size[-1])
         elif total.meta["val"].stride(-1) != 1 or any(s % 8 for s in strides[:-1]):
-            total = build(aten.clone.default, total, memory_format=torch.contiguous_format)
+            total = build.copy(total)
         return total if _size(total) == shape else build(aten.expand.default, total, list(shape))
 
     def _of_scores(self, build: Builder, node: fx.Node, given: Sequence[int]) -> fx.Node:
@@ -643,8 +643,7 @@ class _Written:
         if kept and math.prod(size[:-3]) == 1:
             return build.view(node, torch.Size((1, *size[-3:])))
         whole = [*given[:-3], *size[-3:]] if kept else list(given)
-        node = build(aten.expand.default, node, whole)
-        node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+        node = build.copy(build(aten.expand.default, node, whole))
         return build.view(node, torch.Size((shape[0], *size[-3:])) if kept else shape)
 
     @staticmethod
@@ -660,7 +659,7 @@ class _Written:
         new = build.cast(new if number == 1.0 else build(aten.mul.Tensor, new, number), node.meta["val"].dtype)
         new = build(aten.transpose.int, new, -2, -1) if turned else new
         if node.meta["val"].shape != new.meta["val"].shape:
-            new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
+            new = build.copy(new)
             new = build.view(new, node.meta["val"].shape)
         take_place(node, new)
         erase_unread(node)

@@ -77,9 +77,7 @@ def in_strides_of(build: Builder, old: fx.Node, new: fx.Node) -> fx.Node:
     if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
         outer_first = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
         back = sorted(range(value.ndim), key=outer_first.__getitem__)
-        new = build(aten.permute.default, new, outer_first)
-        new = build(aten.clone.default, new, memory_format=torch.contiguous_format)
-        new = build(aten.permute.default, new, back)
+        new = build.permute(build.copy(build.permute(new, outer_first)), back)
     return new
 
 

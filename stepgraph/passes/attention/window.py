@@ -89,7 +89,7 @@ class _Windowed(Attention):
         flash = build(
             aten._flash_attention_forward.default, q, k, v, None, None, length, length, 0.0, False, False, **window
         )
-        out, log_sum, seed, offset = (build(operator.getitem, flash, i) for i in range(4))
+        out, log_sum, seed, offset = build.parts(flash, 0, 1, 2, 3)
         for backward in self.backwards:
             build = Builder(backward, before=backward)
             grad = build(aten.transpose.int, backward.args[0], 1, 2)

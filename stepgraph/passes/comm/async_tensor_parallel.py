@@ -129,15 +129,15 @@ def _join_gather(
         place.prepend(need)
     build = Builder(*products)
     with step.graph.inserting_before(place):
-        if not shard.meta["val"].is_contiguous():
-            shard = build(aten.clone.default, shard, memory_format=torch.contiguous_format)
-        rows = build(aten.view.default, shard, [math.prod(shape[:dim]), math.prod(shape[dim:-1]), shape[-1]])
+        rows = build(
+            aten.view.default, build.contiguous(shard), [math.prod(shape[:dim]), math.prod(shape[dim:-1]), shape[-1]]
+        )
         weights = [p.args[1] for p in products]
         joined = build(collectives.ALL_GATHER_MATMUL, rows, weights, keep, ranks, group)
         if not options.unprofitable and joining_saves(joined, node) <= 0:
             erase_unread(joined, collectives=True)
             return "too small for a pipeline to pay"
-        results = [build(operator.getitem, joined, i) for i in range(keep + len(products))]
+        results = build.parts(joined, *range(keep + len(products)))
         if keep:
             gathered = build(aten.view.default, results[0], list(whole.meta["val"].shape), like=whole)
     for product, result in zip(products, results[keep:], strict=True):

@@ -263,7 +263,7 @@ def _gather(step: StepGraph, members: list[Collective]) -> None:
         parts = build(aten.split_with_sizes.default, rows, [x.meta["val"].numel() for x in shards], 1)
         for i, c in enumerate(members):
             part = build(operator.getitem, parts, i, like=c.wait)
-            whole = build(aten.clone.default, part, memory_format=torch.contiguous_format, like=c.wait)
+            whole = build.copy(part, like=c.wait)
             c.wait.replace_all_uses_with(build(aten.view.default, whole, list(c.wait.meta["val"].shape), like=c.wait))
 
 
@@ -309,9 +309,7 @@ def _bucket_of(inputs: list[fx.Node]) -> fx.Node | None:
 
 def _flat(build: Builder, x: fx.Node, shape: list[int]) -> fx.Node:
     """``x`` as ``shape``; a collective reads it as contiguous."""
-    if not x.meta["val"].is_contiguous():
-        x = build(aten.clone.default, x, memory_format=torch.contiguous_format)
-    return build(aten.view.default, x, shape)
+    return build(aten.view.default, build.contiguous(x), shape)
 
 
 _BUILD = {ALL_GATHER: _gather, REDUCE_SCATTER: _reduce, ALL_REDUCE: _reduce}

@@ -12,7 +12,6 @@ Tier numerics, as `fp8_matmul`, without which it has nothing to do. Precondition
 Source: torchao's float8 all-gathers for FSDP2.
 """
 
-import operator
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -125,11 +124,9 @@ def _gather_cast(weight: _Weight, amax: fx.Node) -> None:
     gather, wait, cast, shard = weight.gather.node, weight.gather.wait, weight.cast, weight.shard
     dtype, columns = cast.args[2], cast.args[4]
     build, shape = Builder(cast, before=gather), shard.meta["val"].shape
-    if not shard.meta["val"].is_contiguous():
-        shard = build(aten.clone.default, shard, memory_format=torch.contiguous_format)
-    rows = build.view(shard, torch.Size((shape[:-1].numel(), shape[-1])))
+    rows = build.view(build.contiguous(shard), torch.Size((shape[:-1].numel(), shape[-1])))
     result = build(ours.cast_scaled.default, rows, amax, dtype, True, False)
-    scale, q = (build(operator.getitem, result, i) for i in (0, 1))
+    scale, q = build.parts(result, 0, 1)
     # As bytes: not every backend of process groups knows fp8.
     q = build.view(build(aten.view.dtype, q, torch.uint8), shape)
     gathered = build(WAIT, build(ALL_GATHER, q, *gather.args[1:], like=gather), like=wait)
@@ -137,8 +134,7 @@ def _gather_cast(weight: _Weight, amax: fx.Node) -> None:
     whole = behind(aten.view.dtype, gathered, dtype)
     results = {0: scale, 1: whole}
     if columns:
-        transposed = behind(aten.t.default, whole)
-        results[2] = behind(aten.clone.default, transposed, memory_format=torch.contiguous_format)
+        results[2] = behind.copy(behind(aten.t.default, whole))
     for i, user in getitem_users(cast).items():
         user.replace_all_uses_with(results[i])
         user.graph.erase_node(user)

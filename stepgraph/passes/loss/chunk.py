@@ -14,7 +14,6 @@ the bias's gradient are added in fp32. Everything else is computed as before.
 """
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -106,22 +105,15 @@ class _Writer:
         self._operands()
         for first, last in bounds:
             self._part(first, last)
-        total = self._sum(build, self.parts)
+        total = build.total(self.parts)
         loss.replace_all_uses_with(build(aten.div.Tensor, total, count) if mean else total)
         self._join()
 
-    def _builder(self, like: fx.Node, eager: bool = False) -> Callable[..., fx.Node]:
+    def _builder(self, like: fx.Node, eager: bool = False) -> Builder:
         """Adds nodes in the name of ``like``, in the phase of the loss; ``eager``: products, which Inductor would not
         make faster and whose results it would copy where they are added to."""
-        plain = Builder(like, before=self.head.loss)
-        plain.origin = plain.origin._replace(phase="loss")
-
-        def build(*args: object, **kwargs: object) -> fx.Node:
-            node = plain(*args, **kwargs)
-            if eager:
-                node.meta[KEEP_EAGER] = True
-            return node
-
+        build = Builder(like, before=self.head.loss, mark=KEEP_EAGER if eager else None)
+        build.origin = build.origin._replace(phase="loss")
         return build
 
     def _operands(self) -> None:
@@ -182,15 +174,13 @@ class _Writer:
         """Put what the parts give in the places of what was there, which goes."""
         head = self.head
         for node in head.dx:
-            node.replace_all_uses_with(self._builder(node)(aten.cat.default, self.sums[node]))
+            node.replace_all_uses_with(self._builder(node).cat(self.sums[node]))
         for node in head.dw:
             node.replace_all_uses_with(self._narrow(node, self.totals[node], 0))
         for node in head.db:
             build = self._builder(node)
-            total = self._narrow(node, self._sum(build, self.sums[node]), node.meta["val"].ndim - 1)
-            dtype = node.meta["val"].dtype
-            same = total.meta["val"].dtype == dtype
-            node.replace_all_uses_with(total if same else build(aten._to_copy.default, total, dtype=dtype))
+            total = self._narrow(node, build.total(self.sums[node]), node.meta["val"].ndim - 1)
+            node.replace_all_uses_with(build.cast(total, node.meta["val"].dtype))
         gone = {head.product, *head.between, *head.transposed, *head.dx, *head.dw, *head.db}
         sources = {source for node in gone for source in node.all_input_nodes} - gone
         for node in sorted(gone, reverse=True):
@@ -202,10 +192,3 @@ class _Writer:
         if not self.head.padding:
             return node
         return self._builder(like, eager=True)(aten.slice.Tensor, node, dim, 0, self.head.shape[1])
-
-    @staticmethod
-    def _sum(build: Callable[..., fx.Node], parts: list[fx.Node]) -> fx.Node:
-        total = parts[0]
-        for part in parts[1:]:
-            total = build(aten.add.Tensor, total, part)
-        return total

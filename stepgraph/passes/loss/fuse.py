@@ -179,7 +179,7 @@ class _Loss:
         before = getitem_users(self.forward)[0]
         build, logits = Builder(self.forward, before=self.forward), self.logits
         if not self.private:
-            logits = build(aten.clone.default, logits, memory_format=torch.contiguous_format)
+            logits = build.copy(logits)
         logits = build.view(logits, self.softmax.meta["val"].shape)
         grad = build.cast(self._early(self.backward.args[0], build, aliases.position), torch.float32)
         loss = build(torch.ops.stepgraph.cross_entropy_.default, logits, targets, grad, reduction == MEAN, ignore)

@@ -92,7 +92,7 @@ def _last(build: Builder, node: fx.Node, at: int, shape: torch.Size) -> fx.Node:
     if at != rank - 1:
         node = build(aten.permute.default, node, [*range(at), *range(at + 1, rank), at])
     if not node.meta["val"].is_contiguous() and _shape(node) != shape:
-        node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
+        node = build.copy(node)
     return build.view(node, shape)
 
 

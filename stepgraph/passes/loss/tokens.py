@@ -30,8 +30,7 @@ p): 1, (g, p, log q): -1}``.
 
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -572,7 +571,7 @@ class _Writer:
         like = [n for n in (tokens.gather, tokens.first) if n is not None]
         for node in tokens.late:
             tokens.first.prepend(node)
-        build = _Eager(*like, before=tokens.first)
+        build = Builder(*like, before=tokens.first, mark=KEEP_EAGER)  # products, and what frees their memory
         self.x = {id(side): self._rows_of(build, side) for side in self._sides}
         self.labels = None
         if tokens.gather is not None:
@@ -588,11 +587,9 @@ class _Writer:
             for top in tokens.tops[:1]:
                 found.setdefault(Z, []).append([build(top.target, logits[0], 1)])
             for name, (target, *args) in self._operators(logits, labels).items():
-                stats = build(target, *args)
-                made = range(len(stats.meta["val"]))
-                found.setdefault(name, []).append([build(operator.getitem, stats, i) for i in made])
+                found.setdefault(name, []).append(build.parts(build(target, *args)))
         for name, parts in found.items():
-            self.stats[name] = [self._cat(build, list(part)) for part in zip(*parts, strict=True)]
+            self.stats[name] = [build.cat(part) for part in zip(*parts, strict=True)]
         for top in tokens.tops:
             self._put(build, self.stats[Z][0], top)
         if tokens.gather is not None:
@@ -662,7 +659,7 @@ class _Writer:
 
     def backward(self) -> None:
         tokens, head, last = self.tokens, self.head, self.tokens.last
-        build = _Eager(last, before=last)
+        build = Builder(last, before=last, mark=KEEP_EAGER)
         wanted = {name for factors in tokens.slopes.values() for name in factors}
         slopes = {OWN: [self._slope(build, name) for name in STATS]} if wanted.intersection(STATS) else {}
         slopes |= {name: [self._slope(build, name)] for name in (FORWARD, BACKWARD) if name in wanted}
@@ -695,16 +692,13 @@ class _Writer:
             if head.db:
                 db.append(build(aten.sum.dim_IntList, logits, [0], True, dtype=torch.float32))
         if dx:
-            whole = build.view(self._cat(build, dx), [*self.lead, self.width])
+            whole = build.view(build.cat(dx), [*self.lead, self.width])
             whole = self._along(build, whole, tokens.back, self.width)
             self._replace(head.dx, build.view(whole, head.x.meta["val"].shape))
         self._replace(head.dw, dw)
         for node in head.db:
-            total = db[0]
-            for part in db[1:]:
-                total = build(aten.add.Tensor, total, part)
             value = node.meta["val"]
-            node.replace_all_uses_with(build.cast(build.view(total, value.shape), value.dtype))
+            node.replace_all_uses_with(build.cast(build.view(build.total(db), value.shape), value.dtype))
 
     def _rows_of(self, build: Builder, side: Logits) -> fx.Node:
         """The rows that ``side`` is computed of, one for each token."""
@@ -729,14 +723,8 @@ class _Writer:
         return node if len(self.bounds) == 1 else build(aten.slice.Tensor, node, 0, *part)
 
     @staticmethod
-    def _cat(build: Builder, parts: list[fx.Node]) -> fx.Node:
-        return parts[0] if len(parts) == 1 else build(aten.cat.default, parts)
-
-    @staticmethod
     def _rows(build: Builder, node: fx.Node, shape: list[int]) -> fx.Node:
-        if not node.meta["val"].is_contiguous():
-            node = build(aten.clone.default, node, memory_format=torch.contiguous_format)
-        return build.view(node, shape)
+        return build.view(build.contiguous(node), shape)
 
     def _put(self, build: Builder, new: fx.Node, old: fx.Node) -> None:
         value = old.meta["val"]
@@ -755,13 +743,4 @@ class _Writer:
                 node = build(view.target, node, [*view.args[1][:-1], width], *view.args[2:])
             else:
                 node = self._rows(build, node, shape)
-        return node
-
-
-class _Eager(Builder):
-    """Adds nodes that Inductor leaves alone: products, and what their memory is given back after."""
-
-    def __call__(self, target: Callable, *args: object, **kwargs: object) -> fx.Node:
-        node = super().__call__(target, *args, **kwargs)  # pyrefly: ignore[bad-argument-type]
-        node.meta[KEEP_EAGER] = True
         return node

@@ -71,7 +71,7 @@ class _Contraction:
         there = [d for d in range(len(self.sizes)) if keepdim or d not in self.summed]
         memory = sorted(order, key=lambda d: -wanted.stride(there.index(d)))
         result = _in_order(build, result, [order.index(d) for d in memory])
-        result = _permuted(build, result, [memory.index(d) for d in sorted(order)])
+        result = build.permute(result, [memory.index(d) for d in sorted(order)])
         for i, d in enumerate(there):
             result = result if d in order else build(aten.unsqueeze.default, result, i)
         return result
@@ -91,14 +91,9 @@ class _Contraction:
         return build.view(_in_order(build, x, [held.index(d) for d in order]), torch.Size(map(self.count, dims)))
 
 
-def _permuted(build: Builder, x: fx.Node, order: list[int]) -> fx.Node:
-    return x if order == sorted(order) else build(aten.permute.default, x, order)
-
-
 def _in_order(build: Builder, x: fx.Node, order: list[int]) -> fx.Node:
     """``x`` with its dimensions in this order, contiguous."""
-    x = _permuted(build, x, order)
-    return x if x.meta["val"].is_contiguous() else build(aten.clone.default, x, memory_format=torch.contiguous_format)
+    return build.contiguous(build.permute(x, order))
 
 
 def _contraction(node: fx.Node, product: fx.Node) -> _Contraction | None:

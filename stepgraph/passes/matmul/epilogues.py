@@ -14,7 +14,6 @@ between the product and GELU nothing writes to the product's operands or its res
 Source: the package.
 """
 
-import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -193,7 +192,7 @@ def _rewrite(pair: _Pair) -> None:
     bias = product.args[0] if product.target is aten.addmm.default else None
     build = Builder(product, node, before=product)
     both = build(ours.gelu_product.default, *pair.matrices, bias, argument(node, "approximate"))
-    z, a = (build(operator.getitem, both, i) for i in range(2))
+    z, a = build.parts(both)
     a, view = build.view(a, node.meta["val"].shape), node.args[0]
     replace_node(product, z)
     replace_node(node, a)
@@ -207,7 +206,7 @@ def _rewrite_backward(pair: _Pair) -> None:
     build = Builder(product, node, before=node)
     z = build.view(z, product.meta["val"].shape)
     both = build(ours.gelu_product_backward.default, *pair.matrices, z, argument(node, "approximate"))
-    dz, db = (build(operator.getitem, both, i) for i in range(2))
+    dz, db = build.parts(both)
     replace_node(node, build.view(dz, node.meta["val"].shape))
     replace_sums(pair.sums, db)
     erase_unread(gradient)

@@ -278,11 +278,7 @@ def _cast(cast: Cast, recipe: Recipe) -> dict[bool, tuple[fx.Node, fx.Node]]:
         scale = build(operator.getitem, result, 0)
         return {side: (build(operator.getitem, result, 1 + side), scale) for side in (False, True) if copies[side]}
     result = build(ours.cast_scaled_rows.default, x, dtype, *copies)
-    return {
-        side: (build(operator.getitem, result, 2 * side), build(operator.getitem, result, 2 * side + 1))
-        for side in (False, True)
-        if copies[side]
-    }
+    return {side: tuple(build.parts(result, 2 * side, 2 * side + 1)) for side in (False, True) if copies[side]}
 
 
 def _in_rows(cast: Cast, build: Builder) -> fx.Node:

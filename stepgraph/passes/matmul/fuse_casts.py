@@ -154,9 +154,8 @@ def _cast_with_norm(cast: fx.Node, norm: fx.Node) -> None:
         _put_magnitudes(cast, new, 5)
         return
     build, (rows, columns) = Builder(cast, before=cast), cast.args[0].meta["val"].shape
-    values = build.view(build(operator.getitem, new, 4), torch.Size((rows, columns)))
-    scale = build.view(build(operator.getitem, new, 5), torch.Size((rows,)))
-    _put(cast, values, scale)
+    values, scale = build.parts(new, 4, 5)
+    _put(cast, build.view(values, torch.Size((rows, columns))), build.view(scale, torch.Size((rows,))))
 
 
 def _amax_before(cast: fx.Node) -> fx.Node | None:
@@ -288,7 +287,7 @@ def _put_magnitudes(cast: fx.Node, made: fx.Node, at: int) -> None:
         amax.update_arg(0, Builder(amax, before=amax)(operator.getitem, made, at))
         return
     build = Builder(cast, before=cast)
-    known = [build(operator.getitem, made, at + i) for i in range(2)]
+    known = build.parts(made, at, at + 1)
     cast.replace_all_uses_with(build(ours.cast_by_magnitudes.default, cast.args[0], *known, cast.args[1]))
     cast.graph.erase_node(cast)
 

@@ -10,7 +10,6 @@ Runs after `product_epilogues`, which can take them into the products.
 Source: as `stepgraph.kernels.gelu_rows`.
 """
 
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +75,7 @@ def _rewrite_backward(node: fx.Node, sums: list[fx.Node]) -> None:
     build = Builder(node, *sums, before=node)
     da, z = node.args[:2]
     both = build(ours.gelu_rows_backward.default, da, z, argument(node, "approximate"), bool(sums))
-    dz, db = (build(operator.getitem, both, i) for i in range(2))
+    dz, db = build.parts(both)
     replace_node(node, dz)
     replace_sums(sums, db)
     erase_unread(db)

@@ -228,10 +228,7 @@ def _unscaled(node: fx.Node, scale: float, build: Builder) -> fx.Node | None:
     shape, node = node.meta["val"].shape, behind_reshapes(node)
     if node.target is not aten.mul.Tensor or node.args[1] != scale or node.meta["val"].dtype != _dtype(node.args[0]):
         return None
-    dy = node.args[0]
-    if not dy.meta["val"].is_contiguous():
-        dy = build(aten.clone.default, dy, memory_format=torch.contiguous_format)
-    return build.view(dy, shape)
+    return build.view(build.contiguous(node.args[0]), shape)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -19,7 +19,6 @@ Source: Bekman et al., Arctic Long Sequence Training (2025), for tiled MLPs and 
 import operator
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -324,8 +323,8 @@ class _Writer:
                 self._sum(node, args, kwargs)
             elif node.target is aten.nll_loss_forward.default:
                 part = build(node.target, *args[:3], _TOTAL, *args[4:])
-                for i in range(2):
-                    self._add(node, i, build(operator.getitem, part, i))
+                for i, one in enumerate(build.parts(part)):
+                    self._add(node, i, one)
             else:
                 made[node] = self.made[node.name, tile] = build(node.target, *args, **kwargs)
                 if "recomputes" in node.meta:
@@ -369,24 +368,14 @@ class _Writer:
         build, value, rows = self._builder(node), node.meta["val"], self.uses[node].result
         order = sorted(range(value.ndim), key=lambda dim: -value.stride(dim))
         place = {dim: i for i, dim in enumerate(order)}
-        pieces = [build(aten.permute.default, p, order) if order != sorted(order) else p for p in self.pieces[node]]
+        pieces = [build.permute(p, order) for p in self.pieces[node]]
         samples: dict[int, list[fx.Node]] = defaultdict(list)
         for tile, piece in zip(self.tiles, pieces, strict=True):
             joined = self.tokens.are_joined(rows)
             samples[0 if joined else tile.first].append(piece)
-        parts = [self._cat(build, group, place[rows.token]) for group in samples.values()]
-        whole = self._cat(build, parts, place.get(rows.sample, 0))
-        if not whole.meta["val"].is_contiguous():
-            whole = build(aten.clone.default, whole, memory_format=torch.contiguous_format)
-        return (
-            whole
-            if order == sorted(order)
-            else build(aten.permute.default, whole, [place[d] for d in range(len(order))])
-        )
-
-    @staticmethod
-    def _cat(build: Callable[..., fx.Node], parts: list[fx.Node], dim: int) -> fx.Node:
-        return parts[0] if len(parts) == 1 else build(aten.cat.default, parts, dim)
+        parts = [build.cat(group, place[rows.token]) for group in samples.values()]
+        whole = build.contiguous(build.cat(parts, place.get(rows.sample, 0)))
+        return build.permute(whole, [place[d] for d in range(len(order))])
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """What outside readers of ``node`` read instead: views of what all tiles gave or of what entered the region."""
@@ -403,5 +392,5 @@ def _viewable(build: Builder, source: fx.Node, sizes: list[int], node: fx.Node) 
     try:
         source.meta["val"].view(sizes)
     except (RuntimeError, ValueError):  # a part of several samples is not dense
-        return build(aten.clone.default, source, memory_format=torch.contiguous_format)
+        return build.copy(source)
     return source

@@ -28,8 +28,6 @@ Backward, of ``dy`` (N, D):
 Where rows are weighted otherwise, or the gradient is used for more: combine_rows without weights, and gather_rows.
 """
 
-import operator
-
 import torch
 from torch import fx
 
@@ -89,7 +87,7 @@ def backward_of_combined(routing: Routing, inverse: fx.Node, node: fx.Node) -> b
     grad = build.cast(_before_cast(dy, rows), rows.meta["val"].dtype)
     matrix = build.view(weights, (routing.tokens, routing.slots))
     both = build(ours.combine_rows_backward.default, grad, rows, routing.places, matrix, routing.order)
-    of_rows, of_weights = build(operator.getitem, both, 0), build(operator.getitem, both, 1)
+    of_rows, of_weights = build.parts(both)
     chains = (*drows.all_input_nodes, *dweights.all_input_nodes)
     flat = build.view(of_weights, weights.meta["val"].shape)
     replace(drows, of_rows)
@@ -245,7 +243,7 @@ def _sort_by_expert(routing: Routing) -> None:
     """Put our sort next to the old one, whose readers read what ours gives."""
     build = Builder(routing.sort, before=routing.sort)
     made = build(ours.sort_by_expert.default, routing.chosen, routing.experts)
-    routing.order, routing.places, routing.counts = (build(operator.getitem, made, i) for i in range(3))
+    routing.order, routing.places, routing.counts = build.parts(made)
     flat, old, histogram = routing.sort.args[0], routing.permutation, routing.counted.args[0]
     behind = Builder(routing.sort, after=routing.sort)
     wide = behind(aten._to_copy.default, routing.order, dtype=old.meta["val"].dtype)

@@ -152,12 +152,10 @@ def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node,
     straight = swapped(weight)
     key = ("weight", straight or weight, straight is not None, phase_of(build.place))
     if key not in casts:
-        x = straight or build(aten.transpose.int, weight, 1, 2)
-        if not x.meta["val"].is_contiguous():
-            x = build(aten.clone.default, x, memory_format=torch.contiguous_format)
+        x = build.contiguous(straight or build(aten.transpose.int, weight, 1, 2))
         E, N, K = x.meta["val"].shape
         made = build(ours.cast_scaled_rows.default, build.view(x, (E * N, K)), E4M3, True, False)
-        q, scale = (build(operator.getitem, made, i) for i in range(2))
+        q, scale = build.parts(made, 0, 1)
         casts[key] = build.view(q, (E, N, K)), build.view(scale, (E, N))
     return casts[key]
 
@@ -167,5 +165,5 @@ def _cast_groups(x: fx.Node, offsets: fx.Node, build: Builder, casts: dict) -> t
     key = (x, offsets)
     if key not in casts:
         made = build(ours.cast_scaled_groups.default, x, offsets, E4M3)
-        casts[key] = tuple(build(operator.getitem, made, i) for i in range(3))
+        casts[key] = tuple(build.parts(made, 0, 1, 2))
     return casts[key]

@@ -228,8 +228,7 @@ def permuted(build: Builder, node: fx.Node | None, order: Sequence[int], like: f
     """``node`` with its dimensions in ``order``; for one dimension less, those before the last."""
     if node is None:
         return None
-    order = [d for d in order if d < value_of(node).ndim]
-    return node if order == sorted(order) else build(aten.permute.default, node, order, like=like)
+    return build.permute(node, [d for d in order if d < value_of(node).ndim], like)
 
 
 class Rewriter:

@@ -12,8 +12,6 @@ before `inductor`; worth it only when that compiles the result. Updates by other
 Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019) and Adam, evaluated in fp32.
 """
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +89,8 @@ class _Compiled(Builder):
     """Adds nodes that Inductor compiles, for the update of the parameter of the module ``path``."""
 
     def __init__(self, update: fx.Node, path: str):
-        super().__init__(update, before=update)
+        super().__init__(update, before=update, mark=COMPILE)
         self.origin = self.origin._replace(path=path)
-
-    def __call__(self, target: Callable, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().__call__(target, *args, **kwargs)
-        node.meta[COMPILE] = True
-        return node
 
     def value_of(self, node: fx.Node) -> Any:
         """What is written in place gives its argument back."""
@@ -172,7 +165,7 @@ class _Expansion:
             # Each at a multiple of 16 bytes: what reads them is then of one structure, and compiled once.
             rows = build(aten.repeat.default, build(aten.unsqueeze.default, rounded(node), 1), [1, 4])
             scalars = build(aten.unbind.int, build(aten.select.int, rows, 1, 0))
-            return [build(operator.getitem, scalars, i) for i in range(len(self.steps))]
+            return build.parts(scalars)
 
         skip = options.get("found_inf")
         factors = {
