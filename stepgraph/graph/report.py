@@ -2,8 +2,11 @@
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeGuard, TypeVar
 
+from torch import fx
+
+Match = TypeVar("Match")
 Tier = Literal["exact", "numerics"]
 
 
@@ -57,6 +60,15 @@ class PassReport:
     def acted(self) -> bool:
         """Whether the pass changed the step."""
         return self.skipped is None and bool(self.changed or self.compile_s or self.nodes_after != self.nodes_before)
+
+    def takes(self, found: Match | str, node: fx.Node) -> TypeGuard[Match]:
+        """Count what was ``found`` around ``node`` as matched and, where it is no reason to leave it, as changed."""
+        self.matched += 1
+        if isinstance(found, str):
+            self.notes.append(f"{node.name} stays as it is: {found}")
+            return False
+        self.changed += 1
+        return True
 
     def line(self) -> str:
         """The report in one line."""

@@ -44,17 +44,15 @@ def attention_windows(step: StepGraph, options: object, report: PassReport) -> N
     masks = Masks(step.graph)
     windows = dropped = 0
     for node in [n for n in step.graph.nodes if n.target in _MASKED and argument(n, "attn_bias") is not None]:
-        report.matched += 1
         found = _find(node, masks)
-        if isinstance(found, str):
-            report.notes.append(f"{node.name} stays as it is: {found}")
-        elif found.band.sees_all or found.band.is_causal:
+        if not report.takes(found, node):
+            continue
+        if found.band.sees_all or found.band.is_causal:
             found.drop_mask()
             dropped += 1
         else:
             found.rewrite()
             windows += 1
-    report.changed = windows + dropped
     report.summary = (
         f"{windows} of {report.matched} attentions with a mask as windows, {dropped} causal or without a mask"
     )

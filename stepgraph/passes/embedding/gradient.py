@@ -28,16 +28,14 @@ def embedding_gradient(step: StepGraph, options: object, report: PassReport) -> 
     """Compute gradients of lookups of rows in a fixed order, inside compiled pieces."""
     for node in list(step.graph.nodes):
         if node.target is aten.embedding_dense_backward.default:
-            reason, arguments = _embedding(node)
+            found = _embedding(node)
         elif node.target in _INDEXINGS and argument(node, "accumulate") and phase_of(node) == "backward":
-            reason, arguments = _indexing(node)
+            found = _indexing(node)
         else:
             continue
-        report.matched += 1
-        if reason:
-            report.notes.append(f"{node.name} stays as it is: {reason}")
+        if not report.takes(found, node):
             continue
-        grad, indices, rows, padding = arguments
+        grad, indices, rows, padding = found
         build = Builder(node, before=node)
         if node.target in _INDEXINGS:  # which may count from the end
             behind = build(aten.add.Tensor, indices, rows)
@@ -45,30 +43,28 @@ def embedding_gradient(step: StepGraph, options: object, report: PassReport) -> 
         zeros = node.args[0]
         replace(node, build(torch.ops.stepgraph.embedding_backward.default, grad, indices, rows, padding))
         erase_unread(zeros)
-        report.changed += 1
     report.summary = f"{report.changed} of {report.matched} gradients of lookups by sorting"
 
 
-def _embedding(node: fx.Node) -> tuple[str | None, tuple]:
-    """Why the gradient of an embedding cannot be rewritten, or None; the operator's arguments."""
-    arguments = tuple(argument(node, name) for name in ("grad_output", "indices", "num_weights", "padding_idx"))
+def _embedding(node: fx.Node) -> tuple | str:
+    """The operator's arguments for the gradient of an embedding, or why it cannot be rewritten."""
     if argument(node, "scale_grad_by_freq"):
-        return "it is scaled by how often a row was looked up", arguments
-    return _dtype(node), arguments
+        return "it is scaled by how often a row was looked up"
+    arguments = tuple(argument(node, name) for name in ("grad_output", "indices", "num_weights", "padding_idx"))
+    return _dtype(node) or arguments
 
 
-def _indexing(node: fx.Node) -> tuple[str | None, tuple]:
+def _indexing(node: fx.Node) -> tuple | str:
     """The same of the gradient of an indexing."""
     zeros, indices, grad = node.args[:3]
-    arguments = (grad, indices[0], node.meta["val"].shape[0], -1)
     if len(indices) != 1 or indices[0] is None or indices[0].meta["val"].dtype not in (torch.int64, torch.int32):
-        return "not one tensor of indices", arguments
+        return "not one tensor of indices"
     index, rows = indices[0].meta["val"], node.meta["val"]
     if rows.ndim != 2 or grad.meta["val"].shape != (*index.shape, rows.shape[1]):
-        return f"a gradient {tuple(grad.meta['val'].shape)} of rows {tuple(rows.shape)}", arguments
+        return f"a gradient {tuple(grad.meta['val'].shape)} of rows {tuple(rows.shape)}"
     if not is_zeros(zeros):
-        return "it is added to something", arguments
-    return _dtype(node), arguments
+        return "it is added to something"
+    return _dtype(node) or (grad, indices[0], rows.shape[0], -1)
 
 
 def _dtype(node: fx.Node) -> str | None:

@@ -47,13 +47,9 @@ def lora_experts(step: StepGraph, options: object, report: PassReport) -> None:
         products = _products(node)
         if products == []:
             continue
-        report.matched += 1
         found = "other operators read the sum" if products is None else _adapter(node, products)
-        if isinstance(found, str):
-            report.notes.append(f"{node.name} stays as it is: {found}")
-            continue
-        _rewrite(found)
-        report.changed += 1
+        if report.takes(found, node):
+            _rewrite(found)
     report.summary = f"{report.changed} of {report.matched} adapters of experts' weights by grouped products"
 
 

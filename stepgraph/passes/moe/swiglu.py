@@ -52,13 +52,9 @@ def expert_swiglu(step: StepGraph, options: object, report: PassReport) -> None:
         h = None if halves is None else _gated(*halves)
         if h is None or not any(_reads_rows(user, h, product.args[2]) for user in h.users):
             continue
-        report.matched += 1
         found = _match(product, *halves, h)
-        if isinstance(found, str):
-            report.notes.append(f"{h.name} stays as it is: {found}")
-            continue
-        _rewrite(found)
-        report.changed += 1
+        if report.takes(found, h):
+            _rewrite(found)
     report.summary = f"{report.changed} of {report.matched} SwiGLUs of experts' rows by our kernels"
 
 

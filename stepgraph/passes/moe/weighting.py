@@ -46,13 +46,9 @@ def weight_experts(step: StepGraph, options: object, report: PassReport) -> None
     """Weight the rows of experts before their last product, so that backward need not read its result."""
     position = {node: i for i, node in enumerate(step.graph.nodes)}
     for node in step.calling(_BACKWARD):
-        report.matched += 1
         found = _match(node, position)
-        if isinstance(found, str):
-            report.notes.append(f"{node.name} stays as it is: {found}")
-            continue
-        _rewrite(found)
-        report.changed += 1
+        if report.takes(found, node):
+            _rewrite(found)
     report.summary = f"{report.changed} of {report.matched} sums of experts weighted before the last product"
 
 

@@ -63,14 +63,11 @@ def modulated_norm(step: StepGraph, options: None, report: PassReport) -> None:
         found = _modulated(root)
         if found is None:
             continue
-        report.matched += 1
-        why = found if isinstance(found, str) else _unsupported(found, aliases)
-        if isinstance(found, str) or why:
-            report.notes.append(f"{root.name} stays as it is: {why}")
-            continue
-        _rewrite(found)
-        report.changed += 1
-        gated += found.gate is not None
+        if isinstance(found, _Modulated):
+            found = _unsupported(found, aliases) or found
+        if report.takes(found, root):
+            _rewrite(found)
+            gated += found.gate is not None
     report.summary = f"{report.changed} of {report.matched} norms scaled and shifted by sequence, {gated} with a gate"
     if len(report.notes) > _NOTES:
         report.notes[_NOTES:] = [f"and {len(report.notes) - _NOTES} more"]
