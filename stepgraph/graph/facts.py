@@ -247,9 +247,9 @@ def getitem_users(node: fx.Node) -> dict[int, fx.Node]:
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
-def behind_reshapes(node: fx.Node) -> fx.Node:
-    """What ``node`` is in another shape, or itself."""
-    while node.target in RESHAPES:
+def behind_reshapes(node: fx.Node, *others: Callable) -> fx.Node:
+    """What ``node`` is in another shape, or itself; also what ``others`` made of it."""
+    while node.target in (*RESHAPES, *others):
         node = node.args[0]
     return node
 

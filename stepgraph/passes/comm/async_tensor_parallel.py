@@ -27,13 +27,11 @@ from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import is_pure, upstream
+from stepgraph.graph.facts import RESHAPES, is_pure, upstream
 from stepgraph.graph.provenance import phase_of, role_of, set_role
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def _flat_views(node: fx.Node) -> list[fx.Node]:
     found = [node]
     for view in found:  # grows
         columns = view.meta["val"].shape[-1]
-        found += [user for user in view.users if user.target in _VIEWS and user.meta["val"].shape[-1] == columns]
+        found += [user for user in view.users if user.target in RESHAPES and user.meta["val"].shape[-1] == columns]
     return found
 
 
@@ -208,7 +206,7 @@ def _terms(node: fx.Node, columns: int) -> list[fx.Node] | None:
         return None
     if node.target is aten.mm.default:
         return [node]
-    if node.target in _VIEWS:
+    if node.target in RESHAPES:
         return _terms(node.args[0], columns)
     if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None

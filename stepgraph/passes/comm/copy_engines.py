@@ -22,12 +22,10 @@ from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import ALL_GATHER, REDUCE_SCATTER, Collective, spans_machines
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import argument
+from stepgraph.graph.facts import argument, behind_reshapes
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
     bucket = c.node.args[0]
     gathers, wanted = c.node.target is ALL_GATHER, bucket.meta["val"].dtype
     until = aliases.position[c.wait] + 1
-    flat = _unviewed(bucket)
+    flat = behind_reshapes(bucket)
     parts = [bucket]
     if flat.target is aten.cat.default:
         # A gather's bucket is the parts one after the other; of a reduction it is for each rank a part of each.
@@ -114,7 +112,7 @@ def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
         in_order = argument(flat, "dim") == shape[0] - 1 and all((v.ndim, v.shape[:-1]) == shape for v in values)
         if in_order and not any(aliases.written_between(p, aliases.position[flat], until) for p in flat.args[0]):
             parts = flat.args[0]
-    parts = [_unviewed(part) for part in parts]
+    parts = [behind_reshapes(part) for part in parts]
     before = [_uncast(part, aliases, until) for part in parts]
     dtypes = {part.meta["val"].dtype for part in before}
     # The copy that a gather begins with rounds as a cast does; a sum of narrow values is that of the widened ones.
@@ -125,12 +123,6 @@ def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
 def _written(c: Collective, nodes: list[fx.Node], aliases: Aliases) -> bool:
     """Whether any of ``nodes`` is written while the collective is under way."""
     return any(aliases.written_between(n, aliases.position[c.node], aliases.position[c.wait]) for n in nodes)
-
-
-def _unviewed(node: fx.Node) -> fx.Node:
-    while node.target in _VIEWS:
-        node = node.args[0]
-    return node
 
 
 def _uncast(node: fx.Node, aliases: Aliases, until: int) -> fx.Node:

@@ -32,9 +32,9 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import argument, is_zeros, only_user, swapped
+from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, is_zeros, only_user, swapped
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.moe.routing import INDEXINGS, VIEWS, Routing, counts_experts, routing_of
+from stepgraph.passes.moe.routing import INDEXINGS, Routing, counts_experts, routing_of
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _CAST = aten._to_copy.default
@@ -45,7 +45,7 @@ def combined(routing: Routing, inverse: fx.Node, node: fx.Node) -> bool:
     if node.target is not aten.index.Tensor or list(node.args[1]) != [inverse]:
         return False
     weighted, view = node.args[0], only_user(node)
-    total = only_user(view) if view is not None and view.target in VIEWS else None
+    total = only_user(view) if view is not None and view.target in RESHAPES else None
     if total is None or total.target is not aten.sum.dim_IntList or weighted.meta["val"].ndim != 2:
         return False
     shape = (routing.tokens, routing.slots, weighted.meta["val"].shape[1])
@@ -129,8 +129,7 @@ def _repeated(node: fx.Node, routing: Routing) -> fx.Node | None:
     """``dy`` (N, D), if ``node`` (N * K, D) holds each of its rows K times."""
     if routing.slots == 1:
         return node
-    while node.target in (*VIEWS, aten.clone.default):
-        node = node.args[0]
+    node = behind_reshapes(node, aten.clone.default)
     if node.target is not aten.expand.default or node.args[0].target is not aten.unsqueeze.default:
         return None
     dy, dim = node.args[0].args
@@ -166,7 +165,7 @@ def _scattered(routing: Routing, product: fx.Node) -> fx.Node | None:
     if total is None or total.target is not aten.sum.dim_IntList or [d % 2 for d in argument(total, "dim")] != [1]:
         return None
     node = _reader(total)
-    while node is not None and node.target in (*VIEWS, aten.squeeze.dim, _CAST):
+    while node is not None and node.target in (*RESHAPES, aten.squeeze.dim, _CAST):
         node = _reader(node)
     if node is None or node.target not in INDEXINGS or not argument(node, "accumulate"):
         return None

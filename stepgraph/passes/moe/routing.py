@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.facts import argument, getitem_users
+from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, getitem_users
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 INDEXINGS = (aten.index_put.default, aten._index_put_impl.default)
 
 
@@ -43,7 +42,7 @@ def routing_of(sort: fx.Node) -> Routing | str:
     permutation = outputs.get(1)
     if permutation is None or flat.meta["val"].ndim != 1 or argument(sort, "descending"):
         return "no permutation of one dimension in ascending order"
-    chosen = flat.args[0] if flat.target in VIEWS else None
+    chosen = flat.args[0] if flat.target in RESHAPES else None
     if chosen is None or chosen.meta["val"].ndim != 2 or chosen.meta["val"].dtype not in (torch.int64, torch.int32):
         return "what is sorted is no matrix of experts"
     counted = next(iter(_counted(outputs.get(0))), None)
@@ -72,8 +71,7 @@ def _counted(ids: fx.Node | None) -> Iterator[fx.Node]:
 
 def _options_of_topk(chosen: fx.Node) -> int | None:
     """How many there were to choose from, if a ``topk`` along the last dimension chose."""
-    while chosen.target in (*VIEWS, aten._to_copy.default, aten.clone.default, aten.detach.default):
-        chosen = chosen.args[0]
+    chosen = behind_reshapes(chosen, aten._to_copy.default, aten.clone.default, aten.detach.default)
     topk = chosen.args[0] if chosen.op == "call_function" and chosen.args else None
     if not isinstance(topk, fx.Node) or topk.target is not aten.topk.default or chosen.args[1] != 1:
         return None

@@ -22,9 +22,8 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import getitem_users, swapped
+from stepgraph.graph.facts import behind_reshapes, getitem_users, swapped
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.moe.routing import VIEWS
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 _FORWARD, _BACKWARD = ours.combine_rows.default, ours.combine_rows_backward.default
@@ -60,11 +59,12 @@ def _match(backward: fx.Node, position: dict[fx.Node, int]) -> _Found | str:
     inner, matrix, offsets = product.args
     if inner.meta["val"].shape[1] > product.meta["val"].shape[1]:
         return "the rows before the last product are wider than the rows after it"
-    if position.get(_source(weights), len(position)) > position[product] or position[places] > position[product]:
+    source = behind_reshapes(weights)
+    if position.get(source, len(position)) > position[product] or position[places] > position[product]:
         return "the weights are computed after the last product"
 
     def same(given: fx.Node | None) -> bool:
-        return given is not None and _source(given) is _source(weights)
+        return given is not None and behind_reshapes(given) is source
 
     sums = [user for user in product.users if user is not backward]
     if any(n.target is not _FORWARD or n.args[1] is not places or not same(n.args[2]) for n in sums):
@@ -90,7 +90,7 @@ def _rewrite(found: _Found) -> None:
     dtype, wide = inner.meta["val"].dtype, torch.promote_types(inner.meta["val"].dtype, torch.float32)
 
     build = Builder(product, before=product)
-    flat = build.view(_source(weights), (weights.meta["val"].numel(), 1))
+    flat = build.view(behind_reshapes(weights), (weights.meta["val"].numel(), 1))
     slots = build.view(places, (places.meta["val"].numel(), 1))
     column = build.cast(build(ours.gather_rows.default, flat, slots, order, rows), wide)
     weighted = build.cast(build(aten.mul.Tensor, build.cast(inner, wide), column), dtype)
@@ -114,9 +114,3 @@ def _rewrite(found: _Found) -> None:
         replace(node, Builder(node, before=node)(_WEIGHT_PRODUCT, *operands, offsets))
     replace(to_inner, dinner)
     erase_unread(outputs[0], weights)
-
-
-def _source(weights: fx.Node) -> fx.Node:
-    while weights.target in VIEWS:
-        weights = weights.args[0]
-    return weights
