@@ -80,6 +80,10 @@ class Builder:
         """The sum of ``nodes``, added in their order."""
         return functools.reduce(lambda total, node: self(aten.add.Tensor, total, node), nodes)
 
+    def add_product(self, total: fx.Node | None, a: fx.Node, b: fx.Node) -> fx.Node:
+        """The product of the matrices ``a`` and ``b``, added to ``total`` in its memory where there is one."""
+        return self(aten.mm.default, a, b) if total is None else self(aten.addmm.out, total, a, b, out=total)
+
     def contiguous(self, node: fx.Node) -> fx.Node:
         """``node``, or a copy where it is not contiguous."""
         return node if node.meta["val"].is_contiguous() else self.copy(node)

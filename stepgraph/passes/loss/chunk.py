@@ -150,11 +150,7 @@ class _Writer:
         for node in head.dw:
             build = self._builder(node, eager=True)
             gradient = build(aten.t.default, made[node.args[0].args[0]])
-            total = self.totals.get(node)
-            if total is None:
-                self.totals[node] = build(aten.mm.default, gradient, x)
-            else:
-                self.totals[node] = build(aten.addmm.out, total, gradient, x, out=total)
+            self.totals[node] = build.add_product(self.totals.get(node), gradient, x)
         for node in head.db:
             build = self._builder(node)
             wide = torch.promote_types(node.meta["val"].dtype, torch.float32)

@@ -685,10 +685,8 @@ class _Writer:
             if head.dx:
                 dx.append(build(aten.mm.default, logits, weight))
             if head.dw:
-                gradient, x = build(aten.t.default, logits), self._part(build, self.x[id(tokens.own)], part)
-                dw = build(aten.mm.default, gradient, x) if dw is None else build(
-                    aten.addmm.out, dw, gradient, x, out=dw
-                )  # fmt: skip
+                x = self._part(build, self.x[id(tokens.own)], part)
+                dw = build.add_product(dw, build(aten.t.default, logits), x)
             if head.db:
                 db.append(build(aten.sum.dim_IntList, logits, [0], True, dtype=torch.float32))
         if dx:

@@ -337,11 +337,7 @@ class _Writer:
         build = self._builder(node)
         wide = torch.promote_types(node.meta["val"].dtype, torch.float32)
         if node.target is aten.mm.default:
-            total = self.totals.get((node, None))
-            if total is None:
-                total = build(node.target, *args)
-            else:
-                total = build(aten.addmm.out, total, *args, out=total)
+            total = build.add_product(self.totals.get((node, None)), *args)
             total.meta[KEEP_EAGER] = True  # as in the parts of a head, see `stepgraph.passes.loss.chunk`
             self.totals[node, None] = total
         elif node.target is not operator.getitem:
