@@ -6,33 +6,45 @@ Matches, forward and backward, by operators and dataflow:
   the table of sines does), and its backward ``g * cos + rotate(g * sin)``.
 - ``swiglu``: ``silu(gate) * up``, and both products and ``silu_backward`` of its backward.
 - ``attention``: FlexAttention, on a GPU; Inductor compiles its backward for GPUs only.
-Before -> after: nodes -> the same nodes, tagged; what is tagged already keeps its tag. Tier: that of `inductor`, which
-compiles what is tagged. Preconditions: a flat graph with phases.
+Before -> after: nodes -> the same nodes, tagged; what is tagged already keeps its tag. Tier exact: nothing is
+rewritten, but `inductor` compiles what is tagged. Preconditions: a flat graph with phases.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
 from stepgraph.graph.facts import argument, aten, cast_behind, casts_of, higher_order, without_casts
 from stepgraph.graph.marks import KEEP_EAGER
-from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.regional import Region, region_of, tag
+from stepgraph.passes.contract import PassReport, StepGraph, register
 
 _SLICED_BACK = aten.slice_backward.default
 _FLEX = (higher_order.flex_attention, higher_order.flex_attention_backward)
 
 
-def tag_regions(step: StepGraph, kinds: Sequence[str]) -> dict[str, int]:
-    """Tag the regions of ``kinds`` (of ``MATCHERS``); how many of each kind there are, those tagged before included."""
-    for kind in kinds:
-        for found in MATCHERS[kind](step):
+@register(
+    "tag_regions",
+    "exact",
+    after=("fuse_norm",),
+    serves="inductor",
+    from_options=lambda options: {} if options.inductor == "regional" else None,
+    forecast=False,  # a forecast of regional compilation counts each operator by itself
+)
+def tag_regions(step: StepGraph, options: object, report: PassReport) -> None:
+    """Tag rotations, gated products and FlexAttention as regions to compile."""
+    for kind, matcher in MATCHERS.items():
+        for found in matcher(step):
             nodes = [node for node in found if region_of(node) is None]
             if nodes and not any(node.meta.get(KEEP_EAGER) for node in nodes):
                 tag(nodes, Region(nodes[0].name, kind))
-    counts = Counter(region.kind for region in dict.fromkeys(map(region_of, step.graph.nodes)) if region is not None)
-    return {kind: counts[kind] for kind in [*kinds, *(kind for kind in counts if kind not in kinds)]}
+    regions = dict.fromkeys(map(region_of, step.graph.nodes))
+    found = dict.fromkeys(MATCHERS, 0) | Counter(region.kind for region in regions if region is not None)
+    report.matched = report.changed = sum(found.values())
+    report.summary = f"{report.matched} regions to compile"
+    counts = ", ".join(f"{kind} {count or 'found nothing'}" for kind, count in found.items())
+    report.notes.append(f"regions: {counts}")
 
 
 def rotations(step: StepGraph) -> Iterator[list[fx.Node]]:

@@ -19,7 +19,6 @@ from stepgraph.inductor.regional import Region, region_of, tag
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import Pass, configured, get, run_passes
 from stepgraph.passes.compile.gather import gather
-from stepgraph.passes.compile.regions import MATCHERS, tag_regions
 from stepgraph.passes.contract import NoOptions
 from stepgraph.passes.memory.rematerialize import rematerialize
 from stepgraph.run.interpreter import Interpreter
@@ -61,6 +60,13 @@ def captured(tools, model, loss_fn=None, **options):
     return step
 
 
+def found(step):
+    """By kind of region, how many there are in words."""
+    *_, report = run_passes(step, ["tag_regions"])
+    counts = report.notes[0].removeprefix("regions: ").split(", ")
+    return dict(count.split(" ", 1) for count in counts)
+
+
 def tagged(step, kind):
     """The nodes of each region of ``kind``."""
     regions = collections.defaultdict(list)
@@ -90,8 +96,10 @@ MODELS = {  # two layers each: (model, loss function, regions); golf normalizes 
 def test_every_region_of_a_model_is_found(tools, name):
     build, loss_fn, expected = MODELS[name]
     step = captured(tools, build(tools), getattr(tools, loss_fn))
-    counts = tag_regions(step, tuple(MATCHERS))
-    assert counts == {"attention": 0, **expected}
+    assert found(step) == {
+        "attention": "found nothing",
+        **{kind: str(n or "found nothing") for kind, n in expected.items()},
+    }
     pieces, notes = gather(step.graph)
     assert len(pieces) == sum(expected.values())
     # Later layers of golf add to what its first norm gave.
@@ -146,7 +154,7 @@ def test_regions_written_by_hand_in_one_module(tools, style):
     batch = {key: torch.randn(2, 8, 16) for key in ("x", "y")}
     step = tools.trace(Inlined(style), tools.mse, batch)
     run_passes(step, [*PREPARE, NORMS])
-    assert tag_regions(step, tuple(MATCHERS)) == {"attention": 0, "rope": 2, "swiglu": 2, "norm": 2}
+    assert found(step) == {"attention": "found nothing", "rope": "2", "swiglu": "2", "norm": "2"}
     rope = tagged(step, "rope")
     assert [n.target for n in rope[0]].count(aten.mul.Tensor) == [n.target for n in rope[1]].count(aten.mul.Tensor) == 2
     if style == "wide":
@@ -172,7 +180,7 @@ class NoRotations(nn.Module):
 def test_what_only_resembles_a_region_is_left(tools):
     step = tools.trace(NoRotations(), tools.mse, tools.vectors(6, 12)[0])
     run_passes(step, [NORMS])
-    assert tag_regions(step, ("rope",)) == {"rope": 0} and not any(map(region_of, step.graph.nodes))
+    assert found(step)["rope"] == "found nothing" and not tagged(step, "norm")
 
 
 def test_nothing_found_is_said(tools, compiled):
@@ -185,20 +193,15 @@ def test_nothing_found_is_said(tools, compiled):
     assert compiled == []
 
 
-def test_a_kind_that_does_not_exist_is_refused(tools):
-    step = tools.trace(nn.Linear(12, 12), tools.mse, tools.vectors(6, 12)[0])
-    with pytest.raises(ValueError, match="unknown kind of region 'ropes': did you mean 'rope'"):
-        run_passes(step, [get("tag_regions", kinds=("ropes",)), "inductor"])
-
-
 def test_tags_of_earlier_passes_stay_and_count(tools, compiled):
     step = tools.trace(tools.llama(n_layers=1), tools.next_token_loss, tools.tokens()[0])
     norm = [n for n in step.nodes("forward") if n.meta["stepgraph"].path == "norm"]
     mine = Region("mine", "final norm", (("max_fusion_size", 3),))
     tag(norm, mine)
-    *_, tags, report = run_passes(step, [*PREPARE, NORMS, *regional(tools, ())])
-    assert tags.notes == ["regions: norm 6, final norm 1"]  # the addition before it is another
-    assert report.matched == tags.matched == 7
+    *_, tags, report = run_passes(step, [*PREPARE, NORMS, *REGIONAL])
+    # The addition before the final norm is another one.
+    assert tags.notes == ["regions: attention found nothing, rope 4, swiglu 2, norm 6, final norm 1"]
+    assert report.matched == tags.matched == 13
     assert {region_of(n) for n in norm} == {mine}
     assert [options.get("max_fusion_size") for _, options in compiled].count(3) == 1
 
@@ -206,8 +209,8 @@ def test_tags_of_earlier_passes_stay_and_count(tools, compiled):
 # Gathering
 
 
-def regional(tools, kinds=tuple(MATCHERS)):
-    return [get("tag_regions", kinds=kinds), get("inductor", mode="regional")]
+TAGGED = [get("inductor", mode="regional")]
+REGIONAL = [get("tag_regions"), *TAGGED]
 
 
 @pytest.mark.parametrize("memory", ["none", pytest.param("full", marks=pytest.mark.long)])
@@ -225,13 +228,13 @@ def test_backward_regions_compute_again_what_they_read_from_forward_ones(tools, 
     """As on a GPU: no bit changes, and bytes carried fall; of a norm only its input, its result and rstd are left."""
 
     def apply(step, options, report):
-        tag_regions(step, tuple(MATCHERS))
+        run_passes(step, ["tag_regions"])
         report.matched, *carried = rematerialize(step, regions=True)
         report.notes.append(carried)
 
     again = Pass("again", "exact", apply, "regions that compute again", NoOptions())
     for name in ("llama bf16", "hugging face", "llama bf16, master weights, accumulated", "autocast"):
-        step = tools.check_bitwise(name, [*PREPARE, NORMS, again, *regional(tools)], steps=3)
+        step = tools.check_bitwise(name, [*PREPARE, NORMS, again, *REGIONAL], steps=3)
         before, after = step.log[-3].notes[0]
         assert step.log[-3].matched >= 6 and after < 0.9 * before
         assert not any("cut into" in note for note in step.log[-1].notes)
@@ -254,7 +257,7 @@ def test_regions_drawn_at_random_change_no_bit(tools, compiled, name, seed):
             tag([n for n in window if draw.random() < 0.4], Region(f"r{i}", "random"))
 
     tagging = Pass("random regions", "exact", apply, "tags at random", NoOptions())
-    step = tools.check_bitwise(name, [tagging, *regional(tools, ())], steps=3)
+    step = tools.check_bitwise(name, [tagging, *TAGGED], steps=3)
     report = step.log[-1]
     assert report.changed > 0
     assert any("cut into" in note for note in report.notes) or name != "llama bf16, master weights, accumulated"
@@ -312,13 +315,13 @@ def test_writes_keep_their_place(tools, compiled):
     for node in step.nodes():
         node.meta.pop("stepgraph_region", None)
     tag([sin, cos, add], Region("r", "test"))
-    tools.check_same(step, [torch.randn(8)], regional(tools, ()))
+    tools.check_same(step, [torch.randn(8)], TAGGED)
 
 
 def test_a_region_that_writes_into_what_lies_outside_is_left_to_eager(tools, compiled):
     step = tools.by_hand(lambda x: x.mul_(2).sin() + 1, torch.randn(8))
     tag(list(step.nodes()), Region("r", "test"))
-    reports = tools.check_same(step, [torch.randn(8)], regional(tools, ()))
+    reports = tools.check_same(step, [torch.randn(8)], TAGGED)
     assert "test r left to eager: mul_ writes into what lies outside" in reports[-1].notes and compiled == []
 
 
@@ -339,7 +342,7 @@ def test_equal_layers_are_compiled_once(tools, compiled, monkeypatch):
         compiled.clear()
         monkeypatch.setattr(library, "_compiled", {})  # without what other captures of this process compiled
         step = captured(tools, tools.llama(n_layers=n))
-        run_passes(step, regional(tools))
+        run_passes(step, REGIONAL)
         counts[n] = len(compiled), step.log[-1].changed
     assert counts[2][0] == counts[6][0] == 11
     assert counts[6][1] > 2.5 * counts[2][1]
@@ -359,7 +362,7 @@ def test_structures_differ_in_options_values_and_forms(tools, compiled):
     nodes = [n for n in step.nodes() if n.target is not aten.t.default]
     for i in range(7):
         tag(nodes[3 * i : 3 * i + 3], Region(f"r{i}", "test", (("max_fusion_size", 7),) if i == 5 else ()))
-    tools.check_same(step, inputs, regional(tools, ()))
+    tools.check_same(step, inputs, TAGGED)
     assert len(compiled) == 6
 
 
@@ -369,14 +372,14 @@ def test_results_in_an_order_of_their_own(tools, compiled):
     nodes = list(step.nodes())
     tag(nodes[:2], Region("a", "test"))
     tag(nodes[2:], Region("b", "test"))
-    tools.check_same(step, [torch.randn(4)], regional(tools, ()))
+    tools.check_same(step, [torch.randn(4)], TAGGED)
     assert len(compiled) == 2
 
 
 def test_what_runs_can_be_split_again(tools, compiled):
     """As the pass cuda_graph does around nodes that need the host: pieces that share a compiled region run the same."""
     step = captured(tools, tools.llama())
-    run_passes(step, regional(tools))
+    run_passes(step, REGIONAL)
     host = {n for n in step.executable.graph.nodes if n.target is aten.embedding.default or n.target is aten.mm.default}
     assert len(host) > 20
     inputs = [
@@ -397,7 +400,7 @@ def test_deep_models_take_no_time(tools, compiled):
     def seconds(layers):
         step = captured(tools, tools.llama(n_layers=layers))
         begin = time.process_time()
-        run_passes(step, regional(tools))
+        run_passes(step, REGIONAL)
         assert len(step.executable.graph.find_nodes(op="call_module")) == 10 * layers + 2
         return time.process_time() - begin
 
