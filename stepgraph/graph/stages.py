@@ -24,7 +24,8 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
 from stepgraph.graph.edit import Builder
-from stepgraph.graph.facts import aten, is_pure, is_view, upstream
+from stepgraph.graph.facts import aten, is_pure, is_view
+from stepgraph.graph.order import dependencies
 from stepgraph.graph.provenance import Provenance, phase_of, provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec, Kind, StepGraph
 from stepgraph.graph.values import Accumulator, BatchLeaf, Buffer, Input, Output, Parameter, Ratio, Value
@@ -346,9 +347,12 @@ def _places(step: StepGraph, halves: bool) -> dict[fx.Node, Kind]:
         if phase_of(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
     place = {node: Kind.BACKWARD if node in late else Kind.FORWARD for node in step.nodes()}
-    needed = set(_awaited(step, late))
-    for node in list(needed):
-        needed |= upstream(node)
+    needed, queue = set(), list(_awaited(step, late) if halves else ())
+    before = dependencies(list(step.graph.nodes), Aliases(step.graph), lambda _: False) if halves else {}
+    while queue:  # with what writes into it
+        if (node := queue.pop()) not in needed:
+            needed.add(node)
+            queue += before[node]
     for node, kind in place.items():
         if halves and kind is Kind.BACKWARD:
             place[node] = Kind.BACKWARD_INPUT if node in needed else Kind.BACKWARD_WEIGHT
