@@ -174,8 +174,8 @@ def compile_pieces(
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``beside``:
-    called when a piece had to be compiled, to start what can run concurrently. ``helpers``: compile some of them
-    at the same time, for one length.
+    called before the first piece is compiled here, when helpers that are ready have theirs, to start what can run
+    concurrently. ``helpers``: compile some of them at the same time, for one length.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
@@ -195,15 +195,14 @@ def compile_pieces(
         called[piece.nodes[0]] = distinct[key]
     made: dict[tuple, tuple[Compiled, Use]] = {}
     for key in _order(work, None if any_length else helpers):
+        if beside is not None and not made:
+            beside()
         before = compat.inductor_cache_counts()
         log.info("compiling piece %d of %d, %s", len(made) + 1, len(work), distinct[key])
         made[key] = compiled_once(key, *work[key], any_length)
         loaded, missing = (now > then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
         if missing:  # and so will the next ones be
             compat.await_compile_workers()
-            if beside is not None:
-                beside()
-                beside = None
         elif loaded and helpers is not None and len(made) == 1:
             helpers.stop()
     attributes: dict[str, Any] = {name: made[key][0] for key, name in distinct.items()}
