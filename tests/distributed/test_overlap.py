@@ -25,13 +25,8 @@ BEFORE = ["fold_constants", "remove_noop_views", "dedupe_casts", "dead_code", "d
 STEPS = 2
 
 
-def passes(reshard="always", prefetch=1, delay=1):
-    return [
-        *BEFORE,
-        get("reshard_after_forward", policy=reshard),
-        "bucket_collectives",
-        get("overlap", prefetch=prefetch, delay=delay),
-    ]
+def passes(reshard="always"):
+    return [*BEFORE, get("reshard_after_forward", policy=reshard), "bucket_collectives", "overlap"]
 
 
 def capture(model, mesh, chosen, accumulate=1, optimize=True):
@@ -47,7 +42,7 @@ def _check(text, tied, all_forms=True):
     mesh = make_mesh(text)
     config = dataclasses.replace(TINY, n_layers=2, tie_embeddings=tied)
     dtype = {} if all_forms else {"param_dtype": torch.bfloat16}
-    for chosen, accumulate in ((passes(), 2), (passes("never", 2, 2), 1))[: 1 + all_forms]:
+    for chosen, accumulate in ((passes(), 2), (passes("never"), 1))[: 1 + all_forms]:
         plain, changed = (parallel_model(mesh, config, **dtype) for _ in range(2))
         steps = capture(plain, mesh, [], accumulate), capture(changed, mesh, chosen, accumulate)
         for i in range(STEPS):
@@ -147,10 +142,9 @@ def test_two_dtypes_and_tensor_parallelism(graph):
     assert counts(step)["scatter", "backward"] == LAYERS + 2 + norms
 
 
-@pytest.mark.parametrize("delay", (0, 1, 2))
-def test_gradients_that_are_reduced_twice(graph, delay):
+def test_gradients_that_are_reduced_twice(graph):
     """Of norm weights: over tp, then over ddp. Neither bucket waits for what the other makes."""
-    step = graph("ddp=2,tp=2", passes(delay=delay))
+    step = graph("ddp=2,tp=2", passes())
     step.graph.lint()
     # Over tp of the blocks' pairs of norms and the last norm alone; over ddp of matrices, and again of norms.
     assert counts(step)["reduce", "backward"] == (LAYERS + 1) + (LAYERS + 2) + (LAYERS + 1)
@@ -181,19 +175,9 @@ def test_order(graph):
     assert len(scatters) == LAYERS + 2
     for k in range(len(scatters) - 2):  # waited for once the next is started, and before the one after that
         assert position[scatters[k + 1][0].node] < position[scatters[k][0].wait] < position[scatters[k + 2][0].node]
-    unordered = graph("fsdp=4", passes(prefetch=0, delay=0))
+    unordered = graph("fsdp=4", passes()[:-1])
     before, after = exposed(unordered.graph), exposed(step.graph)
     assert after[0] < before[0] and after[1] == pytest.approx(before[1])
-
-
-def test_options_of_overlap(graph):
-    step = graph("fsdp=4", passes(prefetch=2, delay=0))
-    position = {node: i for i, node in enumerate(step.graph.nodes)}
-    gathers = [g for g in collectives.by_region(collectives.gathers(step)) if g[0].half == "forward"]
-    for k in range(len(gathers) - 2):
-        assert position[gathers[k][0].wait] < position[gathers[k + 2][0].node] < position[gathers[k + 1][0].wait]
-    with pytest.raises(ValueError, match=r"^overlap delay=-1 is negative; give 0 \(off\), 1 or more regions$"):
-        get("overlap", delay=-1)
 
 
 def test_tied_parameters_are_gathered_once(graph):

@@ -22,7 +22,6 @@ whole. Tier exact: every node keeps its operator and its inputs. Best after `buc
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -39,55 +38,33 @@ from stepgraph.passes.contract import PassReport, StepGraph, register
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class OverlapOptions:
-    """``prefetch``: regions ahead that parameters are gathered. ``delay``: regions that gradients are waited for
-    later. 0: not at all."""
-
-    prefetch: int = 1
-    delay: int = 1
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 0:
-                raise ValueError(f"overlap {name}={value} is negative; give 0 (off), 1 or more regions")
-
-
 @register(
     "overlap",
     "exact",
-    options=OverlapOptions(),
     after=("bucket_collectives", "bucket_all_reduces"),
     needs_process_group=True,
     communicates=True,
 )
-def overlap(step: StepGraph, options: OverlapOptions, report: PassReport) -> None:
-    """Start gathers some regions early and wait for reductions some regions late."""
+def overlap(step: StepGraph, options: object, report: PassReport) -> None:
+    """Start gathers one region early and wait for reductions one region late."""
     peak = estimate_memory(step.graph).peak
     gathers, reductions = collectives.gathers(step), collectives.reductions(step)
     report.matched = len(gathers) + len(reductions)
     if not report.matched:
         return
     moved = list(step.graph.nodes)
-    if options.prefetch:
-        _prefetch(step, gathers, options.prefetch)
-    if options.delay:
-        sink(step, reductions, options.delay)
+    _prefetch(step, gathers)
+    sink(step, reductions, distance=1)
     report.changed = sum(a is not b for a, b in zip(moved, step.graph.nodes, strict=True))
     report.summary = (
-        f"prefetches {len(gathers)} gathers by {_regions(options.prefetch)}, delays {len(reductions)} waits for "
-        f"reductions by {_regions(options.delay)}"
+        f"prefetches {len(gathers)} gathers by 1 region, delays {len(reductions)} waits for reductions by 1 region"
     )
     after = estimate_memory(step.graph).peak
     report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
 
 
-def _regions(count: int) -> str:
-    return f"{count} region{'s' * (count != 1)}"
-
-
-def _prefetch(step: StepGraph, gathers: list[Collective], distance: int) -> None:
-    """Start each region's gathers right after the wait for the gathers of the region ``distance`` before."""
+def _prefetch(step: StepGraph, gathers: list[Collective]) -> None:
+    """Start each region's gathers right after the wait for the gathers of the region before."""
     first = {half: node for node, half in reversed(collectives.halves(step.graph).items())}
     by_half: dict[str, list[list[Collective]]] = defaultdict(list)
     for region in by_region(gathers):
@@ -95,17 +72,13 @@ def _prefetch(step: StepGraph, gathers: list[Collective], distance: int) -> None
         for c in region:
             _wait_late(c.wait)
     for half, regions in by_half.items():
-        places = [min(c.wait for c in region) for region in regions]
-        start = first[half].prev
-        for k, region in enumerate(regions):
-            place = places[k - distance] if k >= distance else start
+        places = [first[half].prev, *(min(c.wait for c in region) for region in regions)]
+        for region, place in zip(regions, places, strict=False):
             for c in region:
                 for node in [*sorted(n for n in upstream(c.node) if n.op == "call_function"), c.node]:
                     if node > place:
                         place.append(node)
                         place = node
-            if k < distance:
-                start = place
 
 
 def _wait_late(wait: fx.Node) -> None:
