@@ -130,6 +130,8 @@ class EagerFormulas(TorchFunctionMode):
         answer = check_call(func, args, kwargs, self.is_literal)
         if answer is not None:
             return answer
+        if func is Tensor.__bool__:
+            return compat.truth(*args)
         instead = self.instead.get(func)
         if instead is not None and (made := instead(*args, **kwargs)) is not None:
             return made

@@ -93,6 +93,7 @@ from stepgraph.compat.fake import (
     represent,
     storage_key,
     transformers_sees_values,
+    truth,
     without_modes,
 )
 from stepgraph.compat.lengths import SymbolicSizes, at_hint, for_open_sizes, is_open, keep_mode, open_sizes, shape_env

@@ -264,6 +264,13 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
         yield
 
 
+def truth(tensor: torch.Tensor) -> bool:
+    """``bool(tensor)``, which asks a fake number only whether it is zero: what else it is does not decide."""
+    return bool(
+        tensor != 0 if isinstance(tensor, FakeTensor) and tensor.dtype != torch.bool and tensor.numel() == 1 else tensor
+    )
+
+
 @contextlib.contextmanager
 def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iterator[None]:
     """Inside, ``torch.tensor([a, b])`` of fake tensors, whose memory torch would read, calls their ``.item()``, and

@@ -118,6 +118,20 @@ def test_only_what_is_read_is_compared():
     assert len(step._forms) == 1 and not len(step._forms.latest.traced.batch_reads)
 
 
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+@pytest.mark.parametrize("numbers", [(7, 8, 9, 0), (float("nan"), -0.0, 1)])
+def test_the_truth_of_a_number_is_whether_it_is_zero(numbers, dtype, replay):
+    """A loss divides by ``num_items_in_batch or 1``: each count that is none is the same form."""
+    if dtype == torch.long and numbers[-1]:
+        numbers = (1, 0, 2)
+    given = [{"x": torch.randn(4, 6), "n": torch.tensor(n, dtype=dtype)} for n in numbers]
+    model = Looks(lambda y, b: (y if not b["n"] else y * 2) / (b["n"] or 1))
+    step = stepgraph.capture(model, loss_fn, given[0], passes="exact", replay=replay)
+    assert all(step.verify(batch).bitwise for batch in given)
+    assert len(step._forms) == 2
+
+
 REFUSED = {
     "floating point": lambda y, b: y * b["x"].sum().item(),
     "a number": lambda y, b: y * b["x"][0, 0].item(),

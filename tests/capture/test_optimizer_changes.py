@@ -123,3 +123,18 @@ def test_momentum_of_before_a_cast_keeps_its_dtype(dtype, options):
                 optimizer.zero_grad()
         ends.append([*twin.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())])
     assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize(
+    "make", [adamw, lambda p: torch.optim.AdamW(p, fused=True), lambda p: torch.optim.SGD(p, 0.1, 0.9)]
+)
+def test_a_parameter_that_is_resized_under_its_state_is_refused(make):
+    """Eager's fused kernels write behind the end of the state that is left."""
+    m = model()
+    optimizer = make(m.parameters())
+    step = stepgraph.capture(m, loss_fn, BATCH, optimizer, passes="exact")
+    step(BATCH)
+    m[0].weight.data, m[0].bias.data, m[2].weight.data = torch.randn(9, 6), torch.randn(9), torch.randn(6, 9)
+    with pytest.raises(ValueError, match=r"has shape \[9, 6\] and its state in .* \[5, 6\]|cannot be traced") as said:
+        step(BATCH)
+    assert "\n" not in str(said.value)

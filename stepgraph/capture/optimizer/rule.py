@@ -215,6 +215,15 @@ class Rule(ABC):
         """
 
 
+def _check_shape(optimizer: torch.optim.Optimizer, param: Tensor, held: Tensor) -> None:
+    """Raise if the state of ``param`` is of another shape: eager's fused kernels then leave its memory."""
+    if held.shape != param.shape:
+        raise ValueError(
+            f"a parameter has shape {list(param.shape)} and its state in {type(optimizer).__name__} "
+            f"{list(held.shape)}: resize the model before its first step, or build the optimizer again"
+        )
+
+
 class AdamRule(Rule):
     """Fused Adam and AdamW, and `MasterAdamW`: one node per parameter group, in place on the graph's inputs.
 
@@ -246,6 +255,7 @@ class AdamRule(Rule):
                 f"{type(optimizer).__name__} {state['exp_avg'].dtype}, which eager refuses too: convert the model "
                 "before its first step, or build the optimizer again"
             )
+        _check_shape(optimizer, param, state["exp_avg"])
         return {key: state[key] for key in keys}
 
     def trace(
@@ -294,6 +304,7 @@ class SGDRule(Rule):
             state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
             buffer = state["momentum_buffer"]
             (torch.view_as_real(buffer) if buffer.is_complex() else buffer).neg_()
+        _check_shape(optimizer, param, state["momentum_buffer"])
         return {"momentum_buffer": state["momentum_buffer"]}
 
     def trace(

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from stepgraph import compat
 from stepgraph.capture.python.reads import Change, Reads
@@ -196,7 +197,7 @@ class _Run(compat.TorchDispatchMode):
             number, self.count = self.count, self.count + 1
             return self.outermost(number, lambda: plain(module, *args, **kwargs), module, self.of((args, kwargs)))
 
-        with replaced(nn.Module, __call__=call), self:
+        with replaced(nn.Module, __call__=call), _Truth(), self:
             yield
 
     def of(self, tree: Any) -> int:
@@ -274,6 +275,13 @@ class _Run(compat.TorchDispatchMode):
             self.replay.loss = key if self.replay.loss is None else self.replay.loss
             if key != self.replay.loss:
                 raise _Parted("the loss")
+
+
+class _Truth(TorchFunctionMode):
+    """Inside, a truth value is asked for as in a trace, see `compat.truth`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return compat.truth(*args) if func is torch.Tensor.__bool__ else func(*args, **(kwargs or {}))
 
 
 class _Trace(_Run):
