@@ -12,7 +12,8 @@ A pattern ignores keyword arguments that it does not name: ``add(x, a @ b, alpha
 (pytorch #167313, #196577). Before -> after: ``add(x, y, alpha=a)`` -> ``add(x, mul(y, a))``, likewise ``sub``;
 ``sum(x, dtype=d)`` -> ``sum(cast(x, d))``, likewise ``cumsum``. Inductor makes the same arithmetic of both forms. A
 test compares `WRITTEN` with the patterns of the installed torch. ``maximum(p, q)`` of truth values, which Inductor
-cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``.
+cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``. ``x[randperm(n)]``, on which a
+pattern of torch 2.13 fails, -> what that pattern would make of it.
 """
 
 import logging
@@ -45,6 +46,8 @@ def write_arguments(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _OF_TRUTH and node.meta["val"].dtype is torch.bool:
             node.target = _OF_TRUTH[node.target]
+        if node.target is aten.index.Tensor and _is_permutation(*node.args[1]):
+            node.target = aten._unsafe_index.Tensor  # it is within bounds
         name, place = WRITTEN.get(getattr(node.target, "overloadpacket", None), (None, 0))
         given = node.kwargs.get(name)
         if given is None:
@@ -64,6 +67,10 @@ def write_arguments(graph: fx.Graph) -> None:
                 narrowed = _call(graph, aten._to_copy.default, node, dtype=given)
             node.replace_all_uses_with(narrowed, delete_user_cb=lambda user, made=narrowed: user is not made)
             node.meta["val"] = node.meta["val"].to(torch.int64)
+
+
+def _is_permutation(first: fx.Node | None, *others: fx.Node | None) -> bool:
+    return not others and first is not None and first.target is aten.randperm.default
 
 
 def _cast_first(value: torch.Tensor, name: str, dtype: torch.dtype) -> bool:

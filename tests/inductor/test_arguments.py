@@ -148,3 +148,10 @@ def test_compiled_products_keep_their_factors():
     torch.testing.assert_close(step(x), loss)
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_in_a_drawn_order():
+    """Mixup: torch 2.13's own compile fails on it."""
+    loss_fn = lambda m, x: (m(x)[torch.randperm(len(x))] * m(x[torch.randperm(len(x))]) * m(x)).mean()  # noqa: E731
+    step = stepgraph.capture(nn.Linear(8, 8), loss_fn, torch.randn(6, 8))
+    assert step.verify(torch.randn(6, 8)).close
