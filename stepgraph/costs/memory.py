@@ -14,6 +14,7 @@ from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.roofline import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
+from stepgraph.graph.facts import is_pointwise
 from stepgraph.graph.host_copies import device_bytes, on_host
 from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
@@ -33,13 +34,13 @@ def lifetimes(
 ) -> Iterator[tuple[fx.Node, bool, list[fx.Node]]]:
     """(node, whether its result is memory of its own, the nodes whose memory is free after it), in order.
 
-    With a ``fusion``, what stays in a kernel's registers takes no memory, and what it is computed from lies there until
-    that kernel's last node.
+    With a ``fusion``, what stays in a kernel's registers takes no memory, and what it is computed from elementwise lies
+    there until that kernel's last node. What a sum reads does not: a kernel that adds up comes early.
     """
     last = aliases.last_use()
     inside = _inside(graph, aliases, fusion) if fusion else set()
     for node in reversed(aliases.position):
-        if node in inside:
+        if node in inside and is_pointwise(node):
             for source in map(aliases.root, node.all_input_nodes):
                 last[source] = max(last[source], last[node])
     frees: dict[int, list[fx.Node]] = defaultdict(list)
