@@ -29,6 +29,7 @@ from stepgraph.compat.compiler import (
     inductor_settings,
     inductor_source,
     keep_saved_tensors,
+    lower_as_buffer,
     start_compile_workers,
     take_inductor_settings,
     triton_cache,

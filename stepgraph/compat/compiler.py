@@ -98,6 +98,17 @@ def _best_vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
     return []
 
 
+@functools.cache
+def lower_as_buffer(concat: torch._ops.OpOverload) -> None:
+    """Let Inductor compile ``concat(parts, dim)`` to a buffer into which the parts are written. For ``torch.cat`` it
+    takes one kernel instead that computes all parts for each element."""
+    from torch._inductor import ir, lowering
+
+    @lowering.register_lowering(concat, type_promotion_kind=None)
+    def lowered(parts: list[Any], dim: int) -> Any:
+        return ir.TensorBox(ir.ConcatKernel.create(parts, dim))
+
+
 def import_inductor() -> None:
     """What `inductor_compile` imports and reads at its first piece, which takes seconds."""
     from torch._inductor import compile_fx, standalone_compile  # noqa: F401

@@ -14,7 +14,7 @@ from stepgraph.costs.attention import transient_bytes
 from stepgraph.costs.roofline import Fusion, is_free
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import stage_of
-from stepgraph.graph.facts import is_pointwise
+from stepgraph.graph.facts import aten, packet
 from stepgraph.graph.host_copies import device_bytes, on_host
 from stepgraph.graph.program import StepProgram, ValueKey
 from stepgraph.graph.provenance import phase_of, provenance, role_of
@@ -28,19 +28,21 @@ KINDS = ("parameters", "optimizer", "inputs", "gradients", "buckets", "activatio
 #: Kinds of a graph's inputs that are not ``inputs``.
 HELD = {Parameter.kind: "parameters", OptimizerState.kind: "optimizer", Accumulator.kind: "gradients"}
 
+_SUMS = (aten.sum, aten.mean, aten.amax, aten.linalg_vector_norm)
+
 
 def lifetimes(
     graph: fx.Graph, aliases: Aliases, fusion: Fusion | None = None
 ) -> Iterator[tuple[fx.Node, bool, list[fx.Node]]]:
     """(node, whether its result is memory of its own, the nodes whose memory is free after it), in order.
 
-    With a ``fusion``, what stays in a kernel's registers takes no memory, and what it is computed from elementwise lies
-    there until that kernel's last node. What a sum reads does not: a kernel that adds up comes early.
+    With a ``fusion``, what stays in a kernel's registers takes no memory, and what it is computed from lies there until
+    that kernel's last node; but what a sum reads only until then, as its kernel comes early.
     """
     last = aliases.last_use()
     inside = _inside(graph, aliases, fusion) if fusion else set()
     for node in reversed(aliases.position):
-        if node in inside and is_pointwise(node):
+        if node in inside and packet(node) not in _SUMS:
             for source in map(aliases.root, node.all_input_nodes):
                 last[source] = max(last[source], last[node])
     frees: dict[int, list[fx.Node]] = defaultdict(list)

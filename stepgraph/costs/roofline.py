@@ -17,7 +17,16 @@ from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GR
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import WAIT
-from stepgraph.graph.facts import is_mutating, is_pointwise, leaves_rest, of_target, packet, returns_view, tensor_bytes
+from stepgraph.graph.facts import (
+    is_mutating,
+    is_pointwise,
+    leaves_rest,
+    of_target,
+    ours,
+    packet,
+    returns_view,
+    tensor_bytes,
+)
 from stepgraph.graph.host_copies import COPIES
 from stepgraph.graph.marks import COMPILE
 from stepgraph.graph.provenance import phase_of
@@ -29,7 +38,7 @@ _FUSIBLE = {
     aten.sum, aten.mean, aten.amax, aten.where, aten.masked_fill, aten.expand, aten.cat, aten.arange,
     aten.scalar_tensor, aten.ones_like, aten.zeros_like, aten.full_like, aten.full, aten.pow,
     aten.linalg_vector_norm, aten.gather, aten.stack, aten.silu_backward, aten._log_softmax,
-    aten._log_softmax_backward_data, aten.slice_backward, aten.select_backward, aten.constant_pad_nd,
+    aten._log_softmax_backward_data, aten.slice_backward, aten.select_backward, aten.constant_pad_nd, ours.concat,
 }  # fmt: skip
 
 #: Phases whose nodes may run as late as what reads them.

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.launch import Launch
-from stepgraph.kernels import attention, fp8, gelu, gelu_rows, products  # noqa: F401  (they define operators)
+from stepgraph.kernels import attention, concat, fp8, gelu, gelu_rows, products  # noqa: F401  (they define operators)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.lora import sums  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401

@@ -22,12 +22,18 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.graph.facts import ours
 
 #: ``NAME = async_compile.triton('NAME', '''TEXT''', ...)``, or ``cpp_pybinding([...], r'''TEXT''')``.
 _DEFINED = re.compile(r"^(\w+) = async_compile\.(\w+)\(.*?r?'''\n(.*?)\n'''", re.MULTILINE | re.DOTALL)
 #: Above the lines that it explains: which nodes of the graph they come from.
 _COMES_FROM = re.compile(r"\s*# (?:Topologically Sorted )?Source Nodes: \[([^\]]*)\]")
 _LONGEST = 20_000  # letters of one kernel that are kept
+
+
+def _compile(*args: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    compat.lower_as_buffer(ours.concat.default)
+    return compat.inductor_compile(*args)
 
 
 @dataclass
@@ -84,7 +90,7 @@ class Compiled(torch.nn.Module):
         self.names = [n.name for n in piece.graph.nodes if n.op == "call_function"]
         self.strides = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
         self.padded: list[int] | None = None
-        self.function = function or compat.inductor_compile(piece, examples, config)
+        self.function = function or _compile(piece, examples, config)
 
     def kernels(self) -> list[Kernel]:
         """What Inductor generated; its nodes are among `names`, the operators of the piece in their order."""
@@ -221,7 +227,7 @@ class ForLengths:
         (self.symbol,) = self.length.symbols
         with self.length.mode:
             graph, inputs = self._symbolic(piece)
-            self.function = compat.inductor_compile(graph, inputs, config, self.length.mode)
+            self.function = _compile(graph, inputs, config, self.length.mode)
 
     def at(self, found: Sequence[int]) -> int | None:
         """The length of the piece with these numbers if this one computes it, else None."""

@@ -63,6 +63,7 @@ ORDER = (
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "product_epilogues",  # numerics: GELU inside products by QuACK
     "gelu_kernels",  # numerics: GELU between products by our kernels, with the bias's gradient
+    "concat_in_place",  # concatenations whose parts Inductor writes where they lie
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms
     "tag_regions",  # what regional Inductor compiles

@@ -76,6 +76,21 @@ def test_what_a_kernel_reads_lies_there_until_it_runs():
     assert not next(made for node, made, _ in walk if node is joined)
 
 
+def test_what_a_sum_reads_is_free_after_it():
+    """Sums of rows that are added up later, as a bias has them from the parts of a loss."""
+    hand = Hand()
+    x, w = hand.input(256), hand.input(256)
+    logits = hand(operator.getitem, hand(aten.sort.default, x), 0)  # no kernel of a compiler's
+    first = hand(aten.sum.default, logits)
+    second = hand(operator.getitem, hand(aten.sort.default, w), 0)
+    both = hand(aten.add.Tensor, first, hand(aten.sum.default, second))
+    step = hand.step(both)
+    aliases = Aliases(step.graph)
+    fusion = Fusion(step.graph, aliases, fused=True)
+    assert fusion.kernel(first) is fusion.kernel(both)
+    assert [node for node, _, freed in lifetimes(step.graph, aliases, fusion) if logits in freed] == [first]
+
+
 def test_the_parts_of_a_list_are_memory_and_the_list_is_not():
     hand = Hand()
     x = hand.input(16, 16)

@@ -1,0 +1,62 @@
+"""Concatenations whose parts Inductor computes once each, where they lie in the result.
+
+    y = cat([f(x), g(x)], -1); y @ w    ->    y = concat([f(x), g(x)], -1); y @ w
+
+Inductor makes one kernel of a concatenation and what computes its parts. For each element that computes every part and
+keeps one: the gradient of a GELU gated in halves takes four times as long as its bytes. `concat` is compiled to a
+buffer into which the parts are written, by one kernel where their sizes are equal.
+Matches `cat` and `stack` of parts of one shape, at least one of them computed by Inductor, that no kernel of Inductor
+reads. Tier exact: no operator computes anything else. Preconditions: a GPU, the whole graph compiled, one dtype.
+"""
+
+from torch import fx
+
+from stepgraph.costs.roofline import Fusion
+from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.edit import Builder, replace
+from stepgraph.graph.facts import aten, is_view, ours, packet
+from stepgraph.passes.contract import PassReport, StepGraph, register
+
+#: Elements of the result from which on it is replaced: a smaller one lies in the cache.
+_LEAST = 1 << 22
+
+
+@register(
+    "concat_in_place",
+    "exact",
+    after=("gelu_kernels",),
+    serves="inductor",
+    needs_cuda=True,
+    from_options=lambda options: {} if options.compiles_all else None,
+)
+def concat_in_place(step: StepGraph, options: object, report: PassReport) -> None:
+    """Let Inductor write the parts of a concatenation where they lie in it."""
+    found = [
+        node
+        for node in (*step.calling(aten.cat.default), *step.calling(aten.stack.default))
+        if node.meta["val"].numel() >= _LEAST and len(node.args[0]) > 1
+    ]
+    aliases = Aliases(step.graph)
+    fusion = Fusion(step.graph, aliases, bool(found))
+    for node in found:
+        y, parts = node.meta["val"], list(node.args[0])
+        values = [part.meta["val"] for part in parts]
+        kernel = fusion.kernel(node)
+        if not any(fusion.kernel(aliases.root(part)) is kernel for part in parts):
+            continue
+        report.matched += 1
+        alike = all((v.shape, v.dtype) == (values[0].shape, y.dtype) for v in values)
+        if not alike or not y.is_contiguous() or any(fusion.kernel(user) is kernel for user in _readers(node)):
+            continue
+        dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % y.ndim
+        build = Builder(node, before=node)
+        if packet(node) is aten.stack:
+            parts = [build(aten.unsqueeze.default, part, dim) for part in parts]
+        replace(node, build(ours.concat.default, parts, dim))
+        report.changed += 1
+    report.summary = f"{report.changed} of {report.matched} concatenations of what is computed, written part by part"
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads ``node``, views left out."""
+    return [r for user in node.users for r in (_readers(user) if is_view(user) else [user])]
