@@ -1,5 +1,6 @@
 """The first step of an unmodified model of ``transformers``, cold and from a saved step: each start is a process of its
-own; the first has an empty folder of saved steps and empty compile caches, the others have what the first left.
+own; the first has an empty folder of saved steps and empty compile caches, the others have what the first left. All
+have our bytecode, which an installed package has too.
 
 Seconds: ``imports``, ``build`` (model and batch on the device), ``capture`` (until `stepgraph.capture` returns), its
 parts ``trace``, ``compile`` by Inductor and the ``rest`` (passes and saving, or key and loading),
@@ -13,6 +14,7 @@ MODEL is one of `stepgraph bench model`; ``--layers`` makes it smaller.
 """
 
 import argparse
+import compileall
 import json
 import math
 import os
@@ -90,6 +92,7 @@ def main() -> None:
     if options.child:
         print(json.dumps(start(options.model, options.device, options.layers, options.child)))
         return
+    compileall.compile_dir(ROOT / "stepgraph", quiet=1)
     starts = []
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name)) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
