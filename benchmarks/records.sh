@@ -109,6 +109,7 @@ record() {
     llama3-1b_norms) step llama3-1b_norms llama3-1b --providers "$NORMS" --steps 6 --repeats 3 ;;
     1b_fsdp1) train 1b_fsdp1 llama3-1b --mesh fsdp=1 $B1 --providers stepgraph --steps 40 ;;
     1b_fsdp[248]) train "$1" llama3-1b --mesh "fsdp=${1#1b_fsdp}" $B1 --providers stepgraph --steps 40 ;;
+    1b_fsdp2_muon) train "$1" llama3-1b --mesh fsdp=2 --optimizer muon $B1 --providers stepgraph --steps 40 ;;
     1b_fsdp[248]_copies)
       n=${1#1b_fsdp}
       train "$1" llama3-1b --mesh "fsdp=${n%_copies}" --copy-engines $B1 --providers stepgraph --steps 40 ;;
@@ -179,7 +180,7 @@ record() {
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor random_norms squares grouped expert_swiglu 16b4_grouped models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
-TWO="1b_fsdp2 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_nccl 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
+TWO="1b_fsdp2 1b_fsdp2_muon 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_nccl 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
 EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"
 MORE_GPUS="$TWO $FOUR $EIGHT ranks"

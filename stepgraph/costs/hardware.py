@@ -25,6 +25,9 @@ FP8_REACHED = 0.65
 #: TFLOP/s, gradients of weights 470 to 610.
 GROUPED_REACHED = 0.57
 
+#: The same of `stepgraph.kernels.gram`: an assumption, 0.8 of other products, not measured.
+GRAM_REACHED = 0.55
+
 #: Seconds that any kernel takes, however little it does, also inside a CUDA graph: starting and draining the GPU.
 #: Source: steps of 13 models on H100s, 475 to 1,842 kernels each, inside CUDA graphs: forecasts with it are a median
 #: 4.2% off the measured times, without it 7.1% (benchmarks/h100_forecasts.json).
@@ -96,7 +99,7 @@ class Gpu:
     """One GPU. ``devices``: regular expression that the whole device name, as torch gives it, matches. ``flops``: peak
     dense FLOP/s of matrix products by dtype. ``memory``: bytes. ``bandwidth``: of memory, bytes/s. ``nvlink``,
     ``network``: bytes/s of one GPU in one direction. ``capability``: compute capability. 0: not in the table, because
-    nothing needs it yet."""
+    nothing needs it yet. ``processors``: streaming multiprocessors."""
 
     name: str
     devices: str
@@ -106,6 +109,7 @@ class Gpu:
     nvlink: float = 0.0
     network: float = 0.0
     capability: tuple[int, int] = (0, 0)
+    processors: int = 0
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak FLOP/s of matrix products of ``dtype``, that of fp32 for any other dtype."""
@@ -139,26 +143,28 @@ def _server(
     nvlink: float,
     network: float,
     capability: tuple[int, int],
+    processors: int,
 ) -> Gpu:
     """TFLOP/s of bf16, fp8 and fp32 products, GB, TB/s, GB/s."""
     eight = dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), fp8 * 1e12)
     flops = _bf16(bf16) | eight | {torch.float32: fp32 * 1e12}
-    return Gpu(name, devices, flops, memory * 1e9, bandwidth * 1e12, nvlink * 1e9, network * 1e9, capability)
+    rates = bandwidth * 1e12, nvlink * 1e9, network * 1e9
+    return Gpu(name, devices, flops, memory * 1e9, *rates, capability, processors)
 
 
 #: GPUs of eight-GPU machines, by the name that ``stepgraph plan --gpu`` takes. TFLOP/s without sparsity (data sheets
 #: that give bf16 and fp8 "with sparsity" are halved; fp32 is without TF32), GB, TB/s, GB/s in one direction (data
-#: sheets give both together). The network is one 400 Gb/s adapter for each GPU.
+#: sheets give both together). The network is one 400 Gb/s adapter for each GPU. Processors: as CUDA counts them.
 GPUS: dict[str, Gpu] = {
     # NVIDIA H100 data sheet, SXM: 1,979 TFLOPS bf16 and 3,958 fp8 with sparsity, 67 fp32, 80 GB, 3.35 TB/s, NVLink
     # 900 GB/s; DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
-    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 1979, 67, 80, 3.35, 450, 50, (9, 0)),
+    "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 1979, 67, 80, 3.35, 450, 50, (9, 0), 132),
     # NVIDIA H200 data sheet, SXM: the same at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s. Memory as torch
     # counts it, 139.8 GiB: the data sheet's 141 GB are less than what is there.
-    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 1979, 67, 150.1, 4.8, 450, 50, (9, 0)),
+    "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 1979, 67, 150.1, 4.8, 450, 50, (9, 0), 132),
     # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 and 9 fp8 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet:
     # 1,440 GB at 64 TB/s in all, NVLink 1.8 TB/s for each GPU, 8 adapters of 400 Gb/s.
-    "b200": _server("B200", r"NVIDIA B200", 2250, 4500, 75, 180, 8.0, 900, 50, (10, 0)),
+    "b200": _server("B200", r"NVIDIA B200", 2250, 4500, 75, 180, 8.0, 900, 50, (10, 0), 148),
 }
 
 #: GPUs of which only the bf16 peak is needed, for the MFU. TFLOP/s, dense.

@@ -13,7 +13,15 @@ from torch import fx
 from stepgraph.costs import attention
 from stepgraph.costs.experts import LEAVING, filled, is_grouped, reads_filled, rows_of
 from stepgraph.costs.flops import flops, is_attention, is_fp8
-from stepgraph.costs.hardware import ASSUMED, ATTENTION_REACHED, FP8_REACHED, GROUPED_REACHED, PRODUCTS_REACHED, Gpu
+from stepgraph.costs.hardware import (
+    ASSUMED,
+    ATTENTION_REACHED,
+    FP8_REACHED,
+    GRAM_REACHED,
+    GROUPED_REACHED,
+    PRODUCTS_REACHED,
+    Gpu,
+)
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import WAIT
@@ -244,6 +252,8 @@ def _reached(node: fx.Node, gpu: Gpu) -> float:
         return FP8_REACHED
     if is_attention(node):
         return attention.reached(node, gpu) or ATTENTION_REACHED
+    if node.target is torch.ops.stepgraph.gram.default:
+        return GRAM_REACHED
     return GROUPED_REACHED if is_grouped(node) else PRODUCTS_REACHED
 
 

@@ -44,6 +44,7 @@ ORDER = (
     "attention",  # numerics: each attention by the fastest backend
     "tile_sequence",  # numerics: what treats tokens one by one, in tiles of the sequence
     "recompute",  # the memory policy
+    "orthogonalize",  # numerics: Muon's products over several matrices, and half of symmetric ones
     "inplace_update",  # optimizer and clipping without copies
     "offload_optimizer",  # the optimizer's state on the host, updates in parts
     "modulated_norm",  # numerics: norms that each sequence scales and shifts, with gates, by our kernel
@@ -52,6 +53,7 @@ ORDER = (
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
+    "fuse_updates",  # numerics: what other optimizers compute element by element, for Inductor
     "fit_memory",  # a peak of memory, and modules that offload
     "gather_once",  # one gather of each parameter for all microbatches of a pipeline
     "reduce_once",  # numerics: one reduction of each gradient for all of them

@@ -10,6 +10,7 @@ from stepgraph.capture.optimizer import spread
 from stepgraph.graph.collectives import ALL_TO_ALL
 from stepgraph.graph.provenance import role_of
 from stepgraph.parallel import next_token_loss
+from stepgraph.passes import get
 from tests.distributed.ranks import TINY, full, make_mesh, on_ranks, own_batch, parallel_model, whole_model
 from tests.distributed.test_exact import CLIP, PARTS, eager_step
 
@@ -79,6 +80,30 @@ def _check(meshes, options=None):
 
 def test_the_bits_of_one_process():
     on_ranks(2, _check, ("fsdp=2",))
+
+
+def _check_together(text):
+    """Matrices of one exchange are orthogonalized together, to what bf16 products round of one process's updates."""
+    passes = [dataclasses.replace(get(name), needs_cuda=False) for name in ("orthogonalize", "fuse_updates")]
+    passes = [passes[0].with_options(reached=1e3), get("inplace_update"), passes[1]]
+    mesh, config = make_mesh(text), dataclasses.replace(MODELS[text], n_layers=4)
+    loss_fn, eager, captured = next_token_loss(mesh), parallel_model(mesh, config), parallel_model(mesh, config)
+    expected, own = Whole(eager, config, ns_steps=2), optimizers(captured, ns_steps=2)
+    start = {name: full(captured, name, p).clone() for name, p in captured.named_parameters()}
+    step = stepgraph.capture(
+        captured, loss_fn, own_batch(mesh, 0), own, max_grad_norm=CLIP, accumulate=PARTS, passes=passes
+    )
+    report = next(r for r in step.report if r.name == "orthogonalize" and r.matched)
+    assert report.matched == 14 and "14 of them in 3 stacks; 12 symmetric" in report.summary, report.summary
+    loss, _ = eager_step(eager, loss_fn, own_batch(mesh, 0), expected)
+    assert torch.equal(step(own_batch(mesh, 0)), loss)
+    for name, param in captured.named_parameters():
+        whole = expected.alone.get_parameter(name)
+        assert (full(captured, name, param) - whole).norm() <= 0.02 * (whole - start[name]).norm(), name
+
+
+def test_matrices_of_one_exchange_together():
+    on_ranks(2, _check_together, "fsdp=2")
 
 
 @pytest.mark.long

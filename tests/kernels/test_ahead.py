@@ -117,6 +117,8 @@ def examples(t):
     yield "rows_begin", (t(4096, 1024), None, 1, back, there, 2, "ep")
     statistics, of_sequence = [t(4, 64, 1, dtype=FP32)] * 2, t(4, 1, 1024)
     modulated = t(4, 64, 1024), t(4, 64, 1024), *statistics, of_sequence, 1.0
+    yield "gram", (t(2, 256, 512), None, 0.0, 1.0)
+    yield "gram", (t(300, 70), t(300, 300), -4.775, 2.0315)
     yield "gelu_rows", (t(64, 1024), "none")
     yield "gelu_rows_backward", (t(64, 1024), t(64, 1024), "tanh", True)
     yield "modulated_norm_backward", (*modulated, None)

@@ -26,8 +26,9 @@ from stepgraph.capture.roles import declare
 from stepgraph.errors import CaptureError
 
 Tensor = torch.Tensor
-#: Bytes of whole matrices that a rank gets in one exchange, unless one matrix has more.
-_BUCKET = 32 << 20
+#: Bytes of whole matrices that a rank gets in one exchange, unless one matrix has more. The pass `orthogonalize` works
+#: on those of one form together.
+_BUCKET = 128 << 20
 
 
 class Cut(NamedTuple):

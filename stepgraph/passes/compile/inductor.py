@@ -1,8 +1,9 @@
 """Inductor, over the whole of forward and backward or over tagged regions.
 
 Full. Matches: every operator of the forward, loss and backward phases that Inductor can take, and parameter updates
-that `expand_optimizer` wrote out. Before -> after: consecutive operators -> one compiled piece, cut where one of the
-model's repeated blocks follows another (see `blocks`); pieces of one structure are compiled once.
+that `expand_optimizer` wrote out or `fuse_updates` marked. Before -> after: consecutive operators -> one compiled
+piece, cut where one of the model's repeated blocks follows another (see `blocks`); pieces of one structure are compiled
+once.
 Regional. Matches: the regions that `tag_regions` and other passes before tagged. Before -> after: a region -> one
 compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
 Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; only `cuda_graph` may follow.
@@ -175,21 +176,24 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
 
     @functools.cache
     def kind(node: fx.Node) -> str | None:
-        if phase_of(node) == "optimizer":
-            return "optimizer" if node.meta.get(COMPILE) else None
+        updates = phase_of(node) == "optimizer"
+        if updates and not node.meta.get(COMPILE):
+            return None
         namespace = getattr(node.target, "namespace", "")
         if namespace == autocast.NAMESPACE or (namespace == "stepgraph" and is_mutating(node)):
             return None
         if node.meta.get(KEEP_EAGER) or is_launch(node) or is_host_copy(node):
             return None
-        reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node) or aliased(node)
+        reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node)
+        reason = reason or (not updates and aliased(node)) or undeclared_write(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
-        reason = reason or undeclared_write(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
         if reason:
             left[node] = reason
             return None
+        if updates:
+            return "optimizer"
         # Forward is a piece of its own, so that what backward reads is written once and not rebuilt by each reader.
         return "forward" if rematerialized and phase_of(node) == "forward" else "step"
 

@@ -8,7 +8,7 @@ What depends on the step alone is computed once for all parameters, in fp64. An 
 stay with the fused operator, which updates dozens in one launch: a kernel for each would take longer to start than to
 run.
 Tier numerics: the clipped gradient is not rounded to its dtype in between. Preconditions: after `inplace_update`,
-before `inductor`; worth it only when that compiles the result. Updates by other operators stay as they are.
+before `inductor`; worth it only when that compiles the result. `fuse_updates` takes updates by other operators.
 Source: the formula of torch's fused AdamW (Loshchilov and Hutter 2019) and Adam, evaluated in fp32.
 """
 
@@ -53,10 +53,6 @@ class ExpandOptions:
 def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport) -> None:
     """Write clipping and fused AdamW or Adam as arithmetic that Inductor fuses into one kernel per parameter."""
     updates = [n for n in step.nodes("optimizer") if n.target in _UPDATES]
-    if others := _updated_otherwise(step):
-        report.notes.append(
-            f"{others} parameters are updated by other operators than fused AdamW or Adam: left to eager"
-        )
     report.matched = sum(len(update.args[0]) for update in updates)
     for update in [update for update in updates if update.kwargs["amsgrad"]]:
         report.notes.append(f"{update.name} keeps maxima (amsgrad): left to the fused kernel")
@@ -74,15 +70,6 @@ def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport
     )
     if together:
         report.summary += f", {together} small ones together by the fused kernel"
-
-
-def _updated_otherwise(step: StepGraph) -> int:
-    """How many parameters are written in the optimizer phase, but not by an update that this pass knows."""
-    written: set[fx.Node] = set()
-    for node in step.nodes("optimizer"):
-        if is_mutating(node) and node.target not in (*_UPDATES, aten._foreach_copy_.default):
-            written |= set(written_arguments(node))
-    return len(written & set(step.placeholders(Parameter)))
 
 
 class _Compiled(Builder):

@@ -134,19 +134,6 @@ def test_small_parameters_stay_together(kind, monkeypatch):
     assert step.report[-1].changed == 0 and all(torch.equal(none[name], expected[name]) for name in expected)
 
 
-def test_other_updates_are_named():
-    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 6))
-    optimizers = [
-        torch.optim.Muon([model[0].weight, model[2].weight]),
-        torch.optim.AdamW([model[0].bias, model[2].bias], fused=True),
-    ]
-    batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
-    step = stepgraph.capture(model, mse, batch, optimizers, passes=["inplace_update", EXPAND])
-    report = step.report[-1]
-    assert report.changed == 2
-    assert "2 parameters are updated by other operators" in report.notes[0]
-
-
 def work(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """(operators evaluated on fake tensors, arguments put into lists) for layers of one form, clipped."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)))

@@ -1,0 +1,161 @@
+"""What optimizers compute element by element, marked for Inductor: the same updates, in few kernels."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import stepgraph
+from stepgraph.capture import gradients
+from stepgraph.graph.facts import is_mutating
+from stepgraph.graph.marks import COMPILE
+from stepgraph.passes import get
+
+aten = torch.ops.aten
+PASSES = [replace(get(name), needs_cuda=False) for name in ("orthogonalize", "inplace_update", "fuse_updates")]
+
+
+class Lion(torch.optim.Optimizer):
+    """As its authors wrote it: the state is written after it is read, in place."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                average = self.state[p]["exp_avg"]
+                p.mul_(1 - group["lr"] * 0.1)
+                update = average.clone().mul_(0.9).add(p.grad, alpha=0.1).sign_()
+                p.add_(update, alpha=-group["lr"])
+                average.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+class Tangled(torch.optim.Optimizer):
+    """Writes into views, into what it reads under other names, and from one parameter's state into another's."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            last = None
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["average"] = torch.zeros_like(p)
+                average = self.state[p]["average"]
+                scratch = p.grad.clone()
+                other = scratch.t() if p.ndim == 2 else scratch
+                scratch.mul_(2.0)
+                average.copy_(other.t() if p.ndim == 2 else other)
+                average[:3].add_(1.0)
+                p.sub_(average, alpha=group["lr"])
+                rows = p[1:]
+                p.mul_(0.99)
+                rows.add_(rows.sum() * 1e-3)
+                if last is not None and last.shape == average.shape:
+                    average.copy_(last)
+                    last.add_(0.5)
+                last = average
+
+
+def mse(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def muon(params):
+    params = list(params)
+    matrices, rest = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02, ns_steps=2), torch.optim.AdamW(rest, lr=0.01)]
+
+
+KINDS = {
+    "muon": muon,
+    "lion": lambda params: [Lion(params)],
+    "tangled": lambda params: [Tangled(params)],
+    "adamw": lambda params: [torch.optim.AdamW(params, lr=0.01, foreach=False)],
+    "nadam": lambda params: [torch.optim.NAdam(params, lr=0.01, foreach=False)],
+}
+
+
+def captured(kind, passes, steps=3):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 40))
+    model = copy.deepcopy(eager)
+    own, theirs = KINDS[kind](model.parameters()), KINDS[kind](eager.parameters())
+    batch = {name: torch.randn(64, 40) for name in "xy"}
+    step = stepgraph.capture(model, mse, batch, own, max_grad_norm=1.0, passes=passes)
+    for _ in range(steps):
+        step(batch)
+        mse(eager, batch).backward()
+        torch.nn.utils.clip_grad_norm_(eager.parameters(), 1.0)
+        for one in theirs:
+            one.step()
+            one.zero_grad()
+    tolerance = {"rtol": 1e-2, "atol": 2e-3} if kind == "muon" else {"rtol": 1e-5, "atol": 1e-6}
+    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+    for one, other in zip(own, theirs, strict=True):
+        for a, b in zip(one.state.values(), other.state.values(), strict=True):
+            for name in b:
+                torch.testing.assert_close(a[name], b[name], **tolerance)
+    return step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_updates(kind):
+    step = captured(kind, PASSES)
+    nodes = [n for n in step.graph.nodes("optimizer") if n.meta.get(COMPILE)]
+    assert step.report[-1].changed == len(nodes) > 10
+    written = [n for n in nodes if is_mutating(n)]
+    assert all(n.target is aten.copy_.default for n in written)
+    if kind != "tangled":  # each parameter and each state of the three matrices is written once
+        names = [n.args[0].name for n in written]
+        assert len(names) == len(set(names)) == {"muon": 6, "lion": 6, "adamw": 9, "nadam": 9}[kind]
+
+
+@pytest.mark.parametrize("kind", ["muon", "lion"])
+def test_gradients_that_a_gpu_clips_together(kind, monkeypatch):
+    """Those of matrices are clipped where they are read; small ones stay together."""
+    apart = gradients.clip
+
+    def together(grads, *given):
+        _, norm = apart(grads, *given)
+        clipped = aten._foreach_mul.Tensor(list(grads.values()), torch.clamp((norm + 1e-6).reciprocal(), max=1.0))
+        return dict(zip(grads, clipped, strict=True)), norm
+
+    monkeypatch.setattr(gradients, "clip", together)
+    step = captured(kind, PASSES)
+    (clip,) = [n for n in step.graph.nodes("optimizer") if n.target is aten._foreach_mul_.Tensor]
+    assert len(clip.args[0]) == 3 and all(grad.meta["val"].numel() < 100 for grad in clip.args[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled(kind):
+    step = captured(kind, [*PASSES, "inductor"])
+    assert step.report[-1].changed > sum(1 for _ in step.graph.nodes("forward", "backward"))
+
+
+@pytest.mark.parametrize("kind", ["muon", "lion", "adamw"])
+def test_an_update_left_out_changes_nothing(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 48), nn.Tanh(), nn.Linear(48, 40))
+    own, batch = KINDS[kind](model.parameters()), {name: torch.randn(64, 40) for name in "xy"}
+    step = stepgraph.capture(model, mse, batch, own, max_grad_norm=1.0, on_nonfinite="skip", passes=PASSES)
+    assert step.report[-1].changed
+    step(batch)
+    tensors = [*model.parameters(), *(t for one in own for held in one.state.values() for t in held.values())]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    before = [t.detach().clone() for t in tensors]
+    step(batch | {"y": batch["y"] * float("nan")})
+    assert all(map(torch.equal, before, tensors))
+    step(batch)
+    assert not any(torch.equal(a, b) for a, b in zip(before, tensors, strict=True) if a.ndim == 2)
