@@ -48,7 +48,7 @@ def check_alike(alike: bool, accumulate: int) -> None:
 
 
 def is_setting(buffer: torch.Tensor) -> bool:
-    """Whether Python may read a buffer, such as a stride or a causal mask: not one that would take long to copy."""
+    """Whether Python may read a buffer or frozen parameter, such as a causal mask: not one that takes long to copy."""
     return has_values(buffer) and buffer.numel() <= 1 << 22
 
 

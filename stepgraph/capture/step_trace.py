@@ -266,7 +266,7 @@ class StepTrace:
         self.settings = {
             compat.node_of_trace(tensor): slot
             for slot, tensor in zip(self.slots, tensors, strict=True)
-            if self.share is None and not slot.is_parameter and checks.is_setting(slot.tensor)
+            if self.share is None and not slot.tensor.requires_grad and checks.is_setting(slot.tensor)
         }
         buffers = {node: slot.tensor for node, slot in self.settings.items()}
         self.batch_reads = BatchReads(places, buffers, self.open_sizes is not None)

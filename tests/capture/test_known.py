@@ -198,6 +198,8 @@ class Masked(nn.Module):
         self.encoder, self.where, self.mask = nn.TransformerEncoder(layer, 2), where, None
         if where == "buffer":
             self.register_buffer("table", mask)
+        elif where == "parameter":
+            self.table = nn.Parameter(mask, requires_grad=False)
         elif where == "attribute":
             self.table = mask
 
@@ -209,7 +211,7 @@ class Masked(nn.Module):
         return self.encoder(x, mask=mask)
 
 
-@pytest.mark.parametrize("where", ["buffer", "attribute", "batch", "made once"])
+@pytest.mark.parametrize("where", ["buffer", "parameter", "attribute", "batch", "made once"])
 @pytest.mark.parametrize("kind", ["float", "bool", "not causal"])
 def test_the_causal_mask_of_an_encoder(where, kind):
     mask = nn.Transformer.generate_square_subsequent_mask(6)
