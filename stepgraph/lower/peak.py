@@ -236,7 +236,7 @@ class PeakSearch:
             state = amounts[-1]
         while state > plain.state:
             try:
-                found = self._best(replace(plain, limit=math.inf, part_bytes=None, state=state))
+                found = self._best(replace(plain, state=state), plain.limit + state - plain.state)
             except ValueError as error:
                 self.stays = str(error)
                 return plain
@@ -255,13 +255,15 @@ class PeakSearch:
         found = itertools.accumulate(sizes)
         return [size for size in found if size > self.state and (host is None or size <= host)]
 
-    def _best(self, like: PeakTry) -> PeakTry:
+    def _best(self, like: PeakTry, limit: float = math.inf) -> PeakTry:
         """Among rewritings with the tiles and state of ``like``, the one with the highest peak within the target; if
-        none is within it, the one with the lowest peak."""
-        over, under = self.attempt(like, limit=math.inf), None
-        if over.peak <= self.asked:
-            return over
-        limit = over.graph - (over.peak - self.asked)
+        none is within it, the one with the lowest peak. ``limit``: where to begin, if that is known about."""
+        over, under = replace(like, limit=math.inf, graph=math.inf), None
+        if limit == math.inf:
+            over = self.attempt(over)
+            if over.peak <= self.asked:
+                return over
+            limit = over.graph - (over.peak - self.asked)
         for _ in range(_MOST):
             found = self._in_parts(self.attempt(over, limit=max(limit, 0.0)), self.asked)
             over = replace(over, part_bytes=found.part_bytes)
