@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import tempfile
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -22,7 +20,7 @@ from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.passes import configured
 from stepgraph.run.spans import Waits
 from stepgraph.train.validation import PipelinedLoss
-from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, whole_model
+from tests.distributed.ranks import TINY, global_batch, make_mesh, on_ranks, own_batch, parallel_model, whole_model
 from tests.models.moe_models import DEEPSEEK
 
 SHORT, DEEP = (dataclasses.replace(TINY, n_layers=n) for n in (2, 4))
@@ -239,45 +237,53 @@ def test_fsdp_inside_a_stage():
     on_ranks(4, _check_fsdp, "1f1b", 2, SHORT)
 
 
-def _train(text, schedule, n, folder, memory):
-    """Train on the mesh ``text``, with a pipeline where ``schedule`` is given; what this rank holds goes to files."""
-    mesh = make_mesh(text)
-    if schedule:
-        model, _ = pipelined(mesh, schedule)
-    else:
-        model = parallel.parallelize(whole_model(DEEP), mesh, TP_PLAN)
-    held = parallel.held_parameters(model)
+def _trained(mesh, model, n, memory):
+    """Losses and norms of training ``model``, and what this rank then holds."""
+    parts, place = mesh.spec.dp_shard, mesh.place("dp_shard")
+    batches = [
+        {key: value.chunk(parts)[place] for key, value in global_batch(i, parts, 2 * n).items()} for i in range(STEPS)
+    ]
     step = stepgraph.capture(
         model,
         next_token_loss(mesh),
-        own_batch(mesh, 0, 2 * n),
+        batches[0],
         adamw(model.parameters()),
         max_grad_norm=CLIP,
         accumulate=n,
         passes=configured("exact", memory=memory),
     )
-    found = [(step(own_batch(mesh, i, 2 * n)), step.metrics["grad_norm"]) for i in range(STEPS)]
-    place = [mesh.place("dp_shard"), mesh.place("tp")]
-    values = {name: param.detach().to_local() for name, param in held.items()}
-    torch.save({"place": place, "results": found, "values": values}, folder / f"{text}-{torch.distributed.get_rank()}")
+    results = torch.stack([torch.stack((step(batch), step.metrics["grad_norm"])) for batch in batches])
+    return results, {name: p.detach().to_local() for name, p in parallel.held_parameters(model).items()}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("axis", ("fsdp=2", "tp=2"))
-@pytest.mark.parametrize("schedule, memory", (("1f1b", "none"), ("zero-bubble", "full"), ("dualpipev", "selective")))
-def test_with_another_axis(axis, schedule, memory):
-    """Every rank of the pipeline has bitwise what the rank at its place has without one."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        on_ranks(2, _train, axis, None, 4, folder, memory)
-        on_ranks(4, _train, f"pp=2,{axis}", schedule, 4, folder, memory)
-        alone = {tuple(r["place"]): r for r in map(torch.load, sorted(folder.glob(f"{axis}-*")))}
-        stages = [torch.load(path) for path in sorted(folder.glob("pp=*"))]
-        assert len(alone) == 2 and len(stages) == 4
-        for stage in stages:
-            expected = alone[tuple(stage["place"])]
-            for (loss, norm), (their_loss, their_norm) in zip(stage["results"], expected["results"], strict=True):
-                assert torch.equal(loss, their_loss)
-                assert torch.equal(norm, their_norm)
-            for name, value in stage["values"].items():
-                assert torch.equal(value, expected["values"][name]), name
+def _check_axis(axis, replicas, cases, n):
+    """What each rank of ``pp=2`` with ``axis`` has after training is bitwise what it has without stages: there, two
+    replicas of that axis take the same batches, and their mean is either's."""
+    mesh = make_mesh(replicas)
+    expected, whole = _trained(mesh, parallel_model(mesh, DEEP), n, "none")
+    mesh = make_mesh(f"pp=2,{axis}")
+    for schedule, memory in cases:
+        results, held = _trained(mesh, pipelined(mesh, schedule)[0], n, memory)
+        assert torch.equal(results, expected), schedule
+        assert 0 < len(held) < len(whole)
+        for name, value in held.items():
+            assert torch.equal(value, whole[name]), (schedule, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axis", "replicas", "cases"),
+    [
+        ("tp=2", "ddp=2,tp=2", [("zero-bubble", "full"), ("zbv", "none"), ("dualpipev", "selective")]),
+        ("fsdp=2", "hsdp=2x2", [("zero-bubble", "none")]),
+        pytest.param("tp=2", "ddp=2,tp=2", [("1f1b", "none"), ("interleaved", "full")], marks=pytest.mark.long),
+        pytest.param(
+            "fsdp=2",
+            "hsdp=2x2",
+            [("1f1b", "none"), ("interleaved", "full"), ("zbv", "full"), ("dualpipev", "selective")],
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_with_another_axis(axis, replicas, cases):
+    on_ranks(4, _check_axis, axis, replicas, cases, 4)

@@ -134,10 +134,14 @@ def _train(text, schedule, folder, split=None):
     torch.save({"results": found, "values": values}, folder / f"{text}-{dist.get_rank()}")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "split"),
-    [("1f1b", None), ("zero-bubble", None), ("dualpipev", None), ("1f1b", (0, 1))],  # the last: no expert in stage 0
+    [
+        ("zero-bubble", None),
+        *(pytest.param(name, None, marks=pytest.mark.long) for name in ("1f1b", "dualpipev")),
+        pytest.param("1f1b", (0, 1), marks=pytest.mark.long),  # no expert in stage 0
+    ],
 )
 def test_bitwise_what_the_mesh_gives_without_a_pipeline(schedule, split):
     with tempfile.TemporaryDirectory() as name:
