@@ -193,7 +193,7 @@ def test_full_recomputation_gathers_again():
 
 @pytest.mark.slow
 # fsdp=2 also trains bitwise in tests of overlap, optimizers and `verify`, tp=2 above, and both in tests of faults.
-@pytest.mark.parametrize("text", [pytest.param(m, marks=[pytest.mark.long] * (m != "hsdp=2x2")) for m in MESHES])
+@pytest.mark.parametrize("text", [pytest.param(m, marks=[pytest.mark.long] * (MESHES[m] == 2)) for m in MESHES])
 def test_mesh(text):
     on_ranks(MESHES[text], _check, text)
 
