@@ -2,7 +2,6 @@
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,13 +86,8 @@ def chosen(options: StepOptions) -> list[Pass]:
         wanted = own is not None and (options.passes == "default" or p.tier == "exact")
         if wanted and p.name not in options.disable_pass:
             found.append(replace(p, optional=True).with_options(**own))
-    return without_unserved(found)
-
-
-def without_unserved(passes: Sequence[Pass]) -> list[Pass]:
-    """``passes`` without the optional ones that serve a pass which is not among them."""
-    names = {p.name for p in passes}
-    return [p for p in passes if not p.optional or p.serves is None or p.serves in names]
+    names = {p.name for p in found}
+    return [p for p in found if p.serves is None or p.serves in names]
 
 
 #: Names of ready-made lists: the values of ``StepOptions.passes``.

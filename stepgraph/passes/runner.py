@@ -17,7 +17,7 @@ from stepgraph.graph.report import PassReports
 from stepgraph.options import StepOptions
 from stepgraph.passes.contract import Pass, PassReport, StepGraph, Target, get
 from stepgraph.passes.excerpts import Changes
-from stepgraph.passes.order import NAMED, ORDER, chosen, without_unserved
+from stepgraph.passes.order import NAMED, ORDER, chosen
 from stepgraph.passes.verify import RecordedValues
 
 #: Names each pass before it runs.
@@ -39,7 +39,8 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
         raise ValueError(f"unknown passes {passes!r}; allowed: {', '.join(map(repr, NAMED))}, StepOptions or a list")
     for name in disable:
         get(name)  # refuses an unknown name
-    found = without_unserved([p for p in found if p.name not in disable])
+    # No others: a list may be a part of what was chosen, and what they serve in the part that comes later.
+    found = [p for p in found if p.name not in disable and not (p.optional and p.serves in disable)]
     found = [p for p in found if p.forecast or not target.simulated]
     return [replace(p, options=p.for_target(p.options, target)) for p in found]
 

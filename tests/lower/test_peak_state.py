@@ -18,7 +18,7 @@ from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.host_copies import on_host
 from stepgraph.graph.values import OptimizerState
 from stepgraph.inspect.forecast.tables import time_over_peak
-from stepgraph.lower import StepSpec, copied, peak, rewrite, trace
+from stepgraph.lower import StepSpec, copied, peak, rewrite, search_of_peak, trace
 from stepgraph.passes import StepOptions, Target
 from stepgraph.passes.optimizer.offload import state_sizes
 from tests.passes.optimizer.test_offload import Together
@@ -162,3 +162,16 @@ def test_state_that_is_on_the_host_stays_there(monkeypatch):
     assert away(fitted(found, 2**30)) == sum(sizes[:3])
     assert away(fitted(found, peak_bytes(fitted(found, None)) - 6 * max(sizes))) > sum(sizes[:3])
     assert away(fitted(found, None)) == 0
+
+
+def test_a_try_is_rewritten_as_the_step_will_be():
+    """By passes of the optimizer too. They serve a compiler, which comes after what is tried again."""
+    model, target = mlp(width=512), Target.forecast(GPUS["h200"])
+    optimizer = torch.optim.NAdam(model.parameters())
+    spec = StepSpec(model, mse, torch.zeros(8, 512), optimizer, passes=StepOptions(memory="peak=1GiB"))
+    program = trace(spec, target).program
+    tried = search_of_peak(program, spec, target).attempt(peak.PeakTry()).made
+    whole = rewrite(copied(program), dataclasses.replace(spec, passes=StepOptions()), target)
+    for made in (whole, tried, rewrite(copied(program), spec, target)):
+        assert any(report.name == "fuse_updates" and report.changed for report in made.reports)
+        assert peak_bytes(made, fused=True) == peak_bytes(whole, fused=True)
