@@ -46,7 +46,7 @@ def write_arguments(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _OF_TRUTH and node.meta["val"].dtype is torch.bool:
             node.target = _OF_TRUTH[node.target]
-        if node.target is aten.index.Tensor and _is_permutation(*node.args[1]):
+        if node.target is aten.index.Tensor and _is_permutation(node.args[0], *node.args[1]):
             node.target = aten._unsafe_index.Tensor  # it is within bounds
         name, place = WRITTEN.get(getattr(node.target, "overloadpacket", None), (None, 0))
         given = node.kwargs.get(name)
@@ -69,8 +69,9 @@ def write_arguments(graph: fx.Graph) -> None:
             node.meta["val"] = node.meta["val"].to(torch.int64)
 
 
-def _is_permutation(first: fx.Node | None, *others: fx.Node | None) -> bool:
-    return not others and first is not None and first.target is aten.randperm.default
+def _is_permutation(x: fx.Node, first: fx.Node | None, *others: fx.Node | None) -> bool:
+    drawn = not others and first is not None and first.target is aten.randperm.default
+    return drawn and first.meta["val"].shape[0] <= x.meta["val"].shape[0]
 
 
 def _cast_first(value: torch.Tensor, name: str, dtype: torch.dtype) -> bool:

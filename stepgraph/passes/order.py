@@ -86,8 +86,7 @@ def chosen(options: StepOptions) -> list[Pass]:
         wanted = own is not None and (options.passes == "default" or p.tier == "exact")
         if wanted and p.name not in options.disable_pass:
             found.append(replace(p, optional=True).with_options(**own))
-    names = {p.name for p in found}
-    return [p for p in found if p.serves is None or p.serves in names]
+    return [p for p in found if p.serves in (None, *(other.name for other in found))]
 
 
 #: Names of ready-made lists: the values of ``StepOptions.passes``.

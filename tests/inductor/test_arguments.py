@@ -155,3 +155,10 @@ def test_rows_in_a_drawn_order():
     loss_fn = lambda m, x: (m(x)[torch.randperm(len(x))] * m(x[torch.randperm(len(x))]) * m(x)).mean()  # noqa: E731
     step = stepgraph.capture(nn.Linear(8, 8), loss_fn, torch.randn(6, 8))
     assert step.verify(torch.randn(6, 8)).close
+
+
+@pytest.mark.parametrize(("drawn", "operator"), [(6, aten._unsafe_index.Tensor), (7, aten.index.Tensor)])
+def test_indices_of_rows_that_are_not_there_are_still_checked(drawn, operator):
+    graph = make_fx(lambda x: x[torch.randperm(drawn)], tracing_mode="fake")(torch.empty(6, 8)).graph
+    write_arguments(graph)
+    assert operator in {node.target for node in graph.nodes}
