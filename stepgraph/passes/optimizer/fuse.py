@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.edit import Builder, replace
+from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import is_mutating, is_overload, is_pointwise, is_random, is_view, of_target, packet
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -61,6 +61,7 @@ class _Fusing:
         self.aliases = Aliases(step.graph)
         self.known = {node for node in step.nodes("optimizer") if node.meta.get(COMPILE)}
         self.marked: set[fx.Node] = set()
+        self.at = dict(self.aliases.position)
         #: The memory in which a value that is computed here lies in eager.
         self.roots: dict[fx.Node, fx.Node] = {}
         #: What lies in the memory of an input of the graph, by that input, and the write that put it there.
@@ -86,6 +87,7 @@ class _Fusing:
         read = {one for node in self.marked for one in node.all_input_nodes if one in self.aliases.position}
         shared = {root for one in read if (root := self.aliases.root(one)) is not one}
         self.marked -= {n for n in self.marked if n.target is aten.copy_.default and n.args[0] in shared}
+        self.marked &= set(self.step.nodes("optimizer"))
         for node in self.marked:
             node.meta[COMPILE] = True
         self.report.changed = len(self.marked)
@@ -154,18 +156,18 @@ class _Fusing:
             self.now[root] = new
             replace(node, root)  # whose readers here take the value, and others what is in memory
             return
-        self.roots[new] = root
+        self.roots[new], self.at[new] = root, self.at[node]
         replace(node, new)
 
     def _is_whole(self, node: fx.Node, root: fx.Node) -> bool:
         """Whether ``node`` writes all of ``root``, and what reads that later reads it by the name of ``node``, or is an
         input's reader."""
-        first, at = written_arguments(node)[0], self.aliases.position
+        first, at = written_arguments(node)[0], self.at
         if root.op != "call_function":
             return first is root and root.op == "placeholder"
         if any(not (self._fuses(user) or is_view(user)) for user in node.users):
             return False  # as where fused AdamW reads a clipped gradient
-        older = [one for one in at if self.aliases.root(one) is root and at[one] < at[node]]
+        older = [one for one in at if self._root(one) is root and at[one] < at[node]]
         return not any(at.get(user, -1) > at[node] for one in older for user in one.users)
 
     def _value(self, node: fx.Node) -> fx.Node | None:
@@ -176,11 +178,13 @@ class _Fusing:
             return None
         if copies and node.args[1].meta["val"].shape != old.shape:
             return None
+        given = node.args, node.kwargs
         self._take_values(node)
         build = Builder(node, before=node)
         if copies:
             source = node.args[1]
-            new = build.cast(source, old.dtype) if source in self.marked else build(aten.clone.default, source)
+            same = source.meta["val"].dtype == old.dtype
+            new = build(aten.clone.default, source) if same else build.cast(source, old.dtype)
         else:
             new = build(target, *node.args, **node.kwargs) if target is not None else self._written_out(node)
         self.marked.add(new)
@@ -188,7 +192,11 @@ class _Fusing:
             self.marked.add(new := build.cast(new, old.dtype))
         if new.meta["val"].stride() != old.stride():
             self.marked.add(new := build(aten.clone.default, new, memory_format=torch.contiguous_format))
-        return new if new.meta["val"].stride() == old.stride() else None
+        if new.meta["val"].stride() == old.stride():
+            return new
+        node.args, node.kwargs = given  # it writes into memory, not into what was computed for it
+        erase_unread(new)
+        return None
 
     def _clip(self) -> None:
         """Clip gradients where they are read, if these nodes alone read them."""

@@ -28,7 +28,7 @@ from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import operator_of
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import argument, is_mutating, only_user, packet, permutation, tensor_bytes
+from stepgraph.graph.facts import argument, is_mutating, is_random, only_user, packet, permutation, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels import gram  # noqa: F401  (defines an operator of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -75,17 +75,21 @@ def orthogonalize(step: StepGraph, options: OrthogonalizeOptions, report: PassRe
         if len(group) > 1 or any(i.result.target not in _ADDED for i in group[0]):
             _write(group)
             report.changed += len(group)
-    symmetric = sum(_halve(node, options) for node in list(step.nodes("optimizer")))
-    report.changed += symmetric
+    aliases = Aliases(step.graph)
+    symmetric = [node for node in step.nodes("optimizer") if _saves(node, aliases, options)]
+    for node in symmetric:
+        _halve(node)
+    report.changed += len(symmetric)
     report.summary = (
-        f"{report.matched} matrices orthogonalized, {sum(sizes)} of them in {len(sizes)} stacks; {symmetric} symmetric "
-        "products by half"
+        f"{report.matched} matrices orthogonalized, {sum(sizes)} of them in {len(sizes)} stacks; {len(symmetric)} "
+        "symmetric products by half"
     )
 
 
 def _chains(step: StepGraph) -> list[list[Iteration]]:
     """The iterations of each matrix, in the order in which the matrices are worked on."""
-    found = {i.x: i for target in _PRODUCTS for node in step.calling(target) if (i := _iteration(node)) is not None}
+    aliases, products = Aliases(step.graph), [node for target in _PRODUCTS for node in step.calling(target)]
+    found = {i.x: i for node in products if (i := _iteration(node, aliases)) is not None}
     later = {i.result for i in found.values()}
     chains = []
     for first in [i for x, i in found.items() if x not in later]:
@@ -101,8 +105,8 @@ def _read_by(iteration: Iteration) -> bool:
     return all(user in own or (_transposed(user) is x and set(user.users) <= own) for user in x.users)
 
 
-def _iteration(a: fx.Node) -> Iteration | None:
-    """The iteration that begins with the product ``a``."""
+def _iteration(a: fx.Node, aliases: Aliases) -> Iteration | None:
+    """The iteration that begins with the product ``a``, if nothing writes into its ``x``."""
     if phase_of(a) != "optimizer" or a.meta["val"].dtype.itemsize != 2:
         return None
     left, right = a.args
@@ -114,7 +118,9 @@ def _iteration(a: fx.Node) -> Iteration | None:
         for result in _descendants(b):
             for x, on_right in starts:
                 factors = _sum_with_product(result, x, *((x, b) if on_right else (b, x)))
-                if factors is not None and factors[1] == 1 and _only_inside(a, b):
+                if factors is None or factors[1] != 1 or not _only_inside(a, b):
+                    continue
+                if not aliases.written_between(x, aliases.position[a], aliases.position[result]):
                     return Iteration(x, a, b, result, (factors[0], *square), on_right)
     return None
 
@@ -235,11 +241,13 @@ class _Order:
         self.aliases, self.nodes = Aliases(step.graph), list(step.nodes("optimizer"))
 
     def may_wait(self, chains: Sequence[list[Iteration]], chain: list[Iteration]) -> bool:
-        """Whether what reads the results of ``chains`` may run after ``chain`` has begun: it neither multiplies nor
-        communicates, and nothing before that reads or writes the same memory."""
+        """Whether ``chains`` may begin where ``chain`` does, and what reads their results run after that: it neither
+        multiplies nor communicates, and nothing before that reads or writes the same memory."""
         place, own, at = chain[0].a, set[fx.Node](), self.aliases.position
-        read: dict[fx.Node, int] = {}  # by memory, the first of these nodes
-        written: dict[fx.Node, int] = {}
+        if any(self.aliases.written_between(one[0].x, at[one[0].a], at[place]) for one in chains):
+            return False
+        read: dict[fx.Node | None, int] = {}  # by memory, the first of these nodes
+        written: dict[fx.Node | None, int] = {}
         for node in _readers(self.nodes, chains, place):
             if operator_of(node) or node.target in (*_PRODUCTS, *_ADDED) or node is chain[0].x:
                 return False
@@ -258,9 +266,10 @@ class _Order:
                     return False
         return True
 
-    def _memory(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What ``node`` reads and what it writes."""
+    def _memory(self, node: fx.Node) -> tuple[set[fx.Node | None], set[fx.Node | None]]:
+        """What ``node`` reads and what it writes: None, where that is the state of a random generator."""
         writes = {self.aliases.root(one) for one in (written_arguments(node) if is_mutating(node) else ())}
+        writes |= {None} if is_random(node) else set()
         return {self.aliases.root(one) for one in node.all_input_nodes}, writes
 
 
@@ -296,29 +305,29 @@ def _write(chains: list[list[Iteration]]) -> None:
 # ---- half of symmetric products ----
 
 
-def _halve(node: fx.Node, options: OrthogonalizeOptions) -> bool:
-    """Compute ``node`` by `gram`, where it multiplies a matrix with its transpose or such a product with itself, and
-    that is forecast to be faster."""
-    added, beta, alpha = None, 0.0, 1.0
-    if node.target in _PRODUCTS:
-        left, right = node.args
-        x = left if left is right and _is_symmetric(left) else _own_transpose(node)
-    elif node.target in _ADDED and node.args[0] is node.args[1] is node.args[2] and _is_symmetric(node.args[0]):
-        added = x = node.args[0]
-        beta, alpha = argument(node, "beta"), argument(node, "alpha")
-    else:
+def _saves(node: fx.Node, aliases: Aliases, options: OrthogonalizeOptions) -> bool:
+    """Whether ``node`` multiplies a matrix with its transpose or such a product with itself, and `gram` is forecast to
+    be faster."""
+    if node.target not in (*_PRODUCTS, *_ADDED):
+        return False
+    x, at = node.args[0], aliases.position
+    if any(one is not x for one in node.args):
+        x = _own_transpose(node)
+    elif _own_transpose(x) is None or aliases.written_between(x, at[x], at[node]):
         return False
     if x is None or x.meta["val"].dtype.itemsize != 2:
         return False
     *batch, m, k = x.meta["val"].shape
     full = product_seconds(ASSUMED, batch[0] if batch else 1, m, k, m)
-    if gram_seconds(ASSUMED, batch[0] if batch else 1, m, k, options.reached) >= full:
-        return False
+    return gram_seconds(ASSUMED, batch[0] if batch else 1, m, k, options.reached) < full
+
+
+def _halve(node: fx.Node) -> None:
+    """Compute ``node``, a symmetric product, by `gram`."""
+    added, beta, alpha = None, 0.0, 1.0
+    x = _own_transpose(node) or node.args[0]
+    if node.target in _ADDED:
+        added, beta, alpha = x, argument(node, "beta"), argument(node, "alpha")
     used = node.all_input_nodes
     replace_node(node, Builder(node, before=node)(ours.gram.default, x, added, float(beta), float(alpha)))
     erase_unread(*(one for one in used if one is not x))
-    return True
-
-
-def _is_symmetric(node: fx.Node) -> bool:
-    return node.target is ours.gram.default or _own_transpose(node) is not None

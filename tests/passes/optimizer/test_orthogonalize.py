@@ -216,3 +216,44 @@ def test_what_follows_an_update_is_not_stacked_with_it(reads):
         theirs.zero_grad()
     for a, b in zip(eager.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+class Reused(torch.optim.Optimizer):
+    """Writes what the products read, or draws noise, where ``when`` says: the iteration, or the square of a product, is
+    none of the pattern, or updates do not wait."""
+
+    def __init__(self, params, when):
+        super().__init__(params, {"lr": 0.02})
+        self.when = when
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                x = first = p.grad.bfloat16() / (p.grad.norm() + 1e-7)
+                if self.when == "noise":
+                    x = x + 0.01 * torch.randn_like(x)
+                a = x @ x.mT
+                if self.when == "square":
+                    a[0, 1:] = 1
+                b = -1.5 * a + 0.5 * (a @ a)
+                if self.when == "inside":
+                    x[0].mul_(0.25)
+                x = 2.0 * x + b @ x
+                first.zero_()
+                p.add_((x + torch.rand_like(x) if self.when == "noise" else x).to(p.dtype), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("when", ["after", "inside", "square", "noise"])
+def test_what_is_written_or_drawn_between(when):
+    torch.manual_seed(0)
+    model = Equal()
+    eager = copy.deepcopy(model)
+    own, theirs = (Reused(m.parameters(), when) for m in (model, eager))
+    step = stepgraph.capture(model, mse, batch(), own, passes=[EVERYWHERE, "inplace_update"])
+    assert " 0 of them in" in step.report[0].summary
+    for run in (lambda: step(batch()), lambda: (mse(eager, batch()).backward(), theirs.step())):
+        torch.manual_seed(1)
+        run()
+    for a, b in zip(eager.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4)
