@@ -176,20 +176,20 @@ class _Fusing:
         known = target is not None or copies or node.target in _WRITTEN_OUT
         if not known or is_random(node) or (old := node.meta["val"]).numel() <= _LARGE:
             return None
-        if copies and node.args[1].meta["val"].shape != old.shape:
-            return None
+        if copies:  # not of an input or its clone, which Inductor reads at the end, when it may be changed
+            source = self.now.get(node.args[1], node.args[1])
+            if source.meta["val"].shape != old.shape or source not in self.marked or packet(source) is aten.clone:
+                return None
         given = node.args, node.kwargs
         self._take_values(node)
         build = Builder(node, before=node)
         if copies:
-            source = node.args[1]
             same = source.meta["val"].dtype == old.dtype
             new = build(aten.clone.default, source) if same else build.cast(source, old.dtype)
         else:
             new = build(target, *node.args, **node.kwargs) if target is not None else self._written_out(node)
         self.marked.add(new)
-        if new.meta["val"].dtype != old.dtype:
-            self.marked.add(new := build.cast(new, old.dtype))
+        self.marked.add(new := build.cast(new, old.dtype))
         if new.meta["val"].stride() != old.stride():
             self.marked.add(new := build(aten.clone.default, new, memory_format=torch.contiguous_format))
         if new.meta["val"].stride() == old.stride():

@@ -184,3 +184,31 @@ def test_an_update_left_out_changes_nothing(kind):
     assert all(map(torch.equal, before, tensors))
     step(batch)
     assert not any(torch.equal(a, b) for a, b in zip(before, tensors, strict=True) if a.ndim == 2)
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps the average of the step before, copied in both ways."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p].update({name: torch.full_like(p, 0.1) for name in ("a", "average", "b")})
+            state = self.state[p]
+            state["a"].copy_(state["average"])
+            before = state["average"].clone()
+            state["average"].lerp_(p.grad, 0.5)
+            state["b"].copy_(before)
+            p.sub_(state["average"], alpha=0.01)
+
+
+def test_what_is_copied_before_it_is_changed():
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = Keeping(model.parameters(), {"lr": 0.01})
+    step = stepgraph.capture(
+        model, lambda m, x: m(x).square().mean(), torch.randn(8, 64), optimizer, passes=[*PASSES, get("inductor")]
+    )
+    step(torch.randn(8, 64))
+    (state,) = optimizer.state.values()
+    assert next(report for report in step.report if report.name == "fuse_updates").changed
+    assert all((state[name] == 0.1).all() for name in "ab") and not (state["average"] == 0.1).all()
