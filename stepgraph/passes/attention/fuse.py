@@ -377,7 +377,8 @@ class _Written:
                 else:
                     return f"{user.name} is not a gradient of its queries or keys"
             for node, user, ops in strangers:
-                if any(op[0] not in ("hide", "scale") for op in _merged(ops)):
+                biased = any(op.kind in ("bias", "hide") for op in self.ops)  # or the kernel gives no such gradient
+                if not biased or any(op[0] not in ("hide", "scale") for op in _merged(ops)):
                     return f"{user.name} reads the gradient of its scores"
                 self.dbias.append((node, user, math.prod(op.number for op in ops if op.kind == "scale")))
         if any(grad is not grads[0] for grad in grads):
@@ -601,6 +602,7 @@ class _Written:
     def _bias(self, build: Builder, dtype: torch.dtype, *, clamped: bool) -> fx.Node | None:
         """All that is added to the scores, (B, H, T, S) in ``dtype``; None for nothing."""
         shape, total, factor = torch.Size(self.shape), None, 1.0
+        least = max(_LEAST, torch.finfo(dtype).min)
         for op in self.ops:
             node = op.node
             if op.kind == "scale":
@@ -610,7 +612,7 @@ class _Written:
                 if (number := op.number * factor) != 1.0:
                     node = build(aten.mul.Tensor, node, number)
             elif op.kind == "hide":
-                device, number = node.meta["val"].device, max(op.number * factor, _LEAST)
+                device, number = node.meta["val"].device, max(op.number * factor, least)
                 zero, hidden = (build(aten.scalar_tensor.default, x, dtype=dtype, device=device) for x in (0.0, number))
                 node = build(aten.where.self, node, *((zero, hidden) if op.shown else (hidden, zero)))
             else:
@@ -620,7 +622,7 @@ class _Written:
         if total is None:
             return None
         if clamped and packet(self.softmax) is aten._softmax:
-            total = build(aten.clamp.default, total, _LEAST)
+            total = build(aten.clamp.default, total, least)
         total = build.cast(total, dtype)
         size, strides = torch.Size((*_size(total)[:-1], shape[-1])), total.meta["val"].stride()
         total = build(aten.expand.default, total, list(size)) if _size(total) != size else total

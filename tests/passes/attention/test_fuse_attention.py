@@ -333,6 +333,20 @@ def test_as_near_to_fp64_as_eager(write, backend):
     near_to_fp64(model, batch, step)
 
 
+def hidden_in_fp32(self, q, k, v):
+    scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+    return F.softmax(scores.masked_fill(~self.causal, -1e9), -1).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("write", [hugging_face, hidden_in_fp32, positions])
+def test_numbers_that_hide_keys_fit_in_fp16(write):
+    torch.manual_seed(0)
+    model, batch = Model(write, torch.float16), batch_for(torch.float16)
+    step, report = fused(model, batch)
+    assert report.changed == 1
+    near_to_fp64(model, batch, step)
+
+
 def test_the_other_kernel_where_cudnn_is_not_the_first_choice():
     for options in ({"capability": (8, 0)}, {"deterministic": True}):
         torch.manual_seed(0)
@@ -354,6 +368,11 @@ def test_rows_hidden_whole_stay_finite():
     step, report = fused(model, batch)
     assert report.changed == 1, report.notes
     torch.testing.assert_close(step(batch), expected.detach(), rtol=0.02, atol=0.5)
+
+
+def scores_read(self, q, k, v):
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    return F.softmax(scores, -1) @ v + scores.logsumexp(-1, keepdim=True)
 
 
 def dropped(self, q, k, v):
@@ -378,6 +397,7 @@ def mixed(self, q, k, v):
     [
         (hugging_face, torch.float32, {}, "float32"),
         (weights_read, BF16, {}, "reads its weights"),
+        (scores_read, BF16, {}, "reads the gradient of its scores"),
         (negative, BF16, {}, "multiplied by -1.0"),
         (capped, BF16, {"compiled": False}, "soft cap"),
     ],
