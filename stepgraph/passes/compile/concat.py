@@ -42,18 +42,17 @@ def concat_in_place(step: StepGraph, options: object, report: PassReport) -> Non
         y, parts = node.meta["val"], list(node.args[0])
         values = [part.meta["val"] for part in parts]
         kernel = fusion.kernel(node)
-        if not any(fusion.kernel(aliases.root(part)) is kernel for part in parts):
+        computed = any(fusion.kernel(aliases.root(part)) is kernel for part in parts)
+        if not computed or any(fusion.kernel(user) is kernel for user in _readers(node)):
             continue
-        report.matched += 1
-        alike = all((v.shape, v.dtype) == (values[0].shape, y.dtype) for v in values)
-        if not alike or not y.is_contiguous() or any(fusion.kernel(user) is kernel for user in _readers(node)):
+        alike = y.is_contiguous() and all((v.shape, v.dtype) == (values[0].shape, y.dtype) for v in values)
+        if not report.takes(parts if alike else "its parts differ in shape or dtype, or it is not contiguous", node):
             continue
         dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % y.ndim
         build = Builder(node, before=node)
         if packet(node) is aten.stack:
             parts = [build(aten.unsqueeze.default, part, dim) for part in parts]
         replace(node, build(ours.concat.default, parts, dim))
-        report.changed += 1
     report.summary = f"{report.changed} of {report.matched} concatenations of what is computed, written part by part"
 
 
