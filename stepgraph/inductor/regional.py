@@ -175,15 +175,15 @@ def compile_pieces(
     config: dict[str, Any],
     *,
     any_length: bool = False,
-    beside: Callable[[], None] | None = None,
+    on_first: Callable[[], None] | None = None,
     helpers: Helpers | None = None,
 ) -> Compilation:
     """A copy of ``module`` that calls the compiled ``pieces``; ``module`` itself does not change.
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
-    ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``beside``:
-    called before the first piece is compiled here, when helpers that are ready have theirs, to start what can run
-    concurrently. ``helpers``: compile some of them at the same time, for one length.
+    ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``on_first``:
+    called just before the first piece is compiled in this process, to start work that can run concurrently; helpers
+    that are ready have their pieces by then. ``helpers``: compile some of them at the same time, for one length.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
@@ -203,8 +203,8 @@ def compile_pieces(
         called[piece.nodes[0]] = distinct[key]
     made: dict[tuple, tuple[Compiled, Use]] = {}
     for key in _order(work, None if any_length else helpers):
-        if beside is not None and not made:
-            beside()
+        if on_first is not None and not made:
+            on_first()
         before = compat.inductor_cache_counts()
         log.info("compiling piece %d of %d, %s", len(made) + 1, len(work), distinct[key])
         made[key] = compiled_once(key, *work[key], any_length)

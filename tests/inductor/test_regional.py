@@ -174,11 +174,11 @@ def test_two_runs_are_bitwise_equal_and_so_is_what_lies_outside():
 def test_layers_share_what_was_compiled(monkeypatch):
     waits, started = [], []
 
-    def beside(*args, beside, **options):
-        return compile_pieces(*args, beside=lambda: started.append(len(waits)), **options)
+    def counted(*args, on_first, **options):
+        return compile_pieces(*args, on_first=lambda: started.append(len(waits)), **options)
 
     monkeypatch.setattr(compat, "await_compile_workers", lambda: waits.append(True))
-    monkeypatch.setattr(sys.modules["stepgraph.passes.compile.inductor"], "compile_pieces", beside)
+    monkeypatch.setattr(sys.modules["stepgraph.passes.compile.inductor"], "compile_pieces", counted)
     _, made = compat.inductor_cache_counts()
     step = gradients(
         llama(n_layers=4), next_token_loss, ["fuse_norm", "tag_regions", get("inductor", mode="regional")]

@@ -2,9 +2,9 @@
 
     y = cat([f(x), g(x)], -1); y @ w    ->    y = concat([f(x), g(x)], -1); y @ w
 
-Inductor makes one kernel of a concatenation and what computes its parts. For each element that computes every part and
-keeps one: the gradient of a GELU gated in halves takes four times as long as its bytes. `concat` is compiled to a
-buffer into which the parts are written, by one kernel where their sizes are equal.
+Inductor fuses a concatenation with what computes its parts. The kernel computes every part for every element and keeps
+one: the gradient of a gated GELU takes four times as long as its memory traffic would. `concat` is compiled to a buffer
+instead, and each part is written to its place in it, by one kernel if all parts have one size.
 Matches `cat` and `stack` of parts of one shape, at least one of them computed by Inductor, that no kernel of Inductor
 reads. Tier exact: no operator computes anything else. Preconditions: a GPU, the whole graph compiled, one dtype.
 """

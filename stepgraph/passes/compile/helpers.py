@@ -91,7 +91,7 @@ def start_helpers() -> None:
     """Start as many as Inductor may use cores for, of this rank's share. They begin by importing."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
     cores = min(compat.compile_threads(), (os.cpu_count() or 1) // ranks)
-    _started[:] = [team for team in _started if team.process.poll() is None]  # another ended unasked
+    _started[:] = [team for team in _started if team.process.poll() is None]  # a team may have died
     if (count := min(_MOST, cores // _CORES_OF_EACH)) and not _started:
         _started.append(Team(count))
 

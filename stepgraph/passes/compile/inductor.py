@@ -228,7 +228,7 @@ def _compile(
     try:
         with Helpers() as helpers, _timed(report, helpers):
             result = compile_pieces(
-                step.module, pieces, config, any_length=options.any_length, beside=ahead.start, helpers=helpers
+                step.module, pieces, config, any_length=options.any_length, on_first=ahead.start, helpers=helpers
             )
             _summarize(report, pieces, result)
             report.notes += helpers.notes + ahead.finish()

@@ -23,16 +23,16 @@ from tests.distributed.ranks import on_processes
 
 class Answering(list):
     """A team, and the list of what each of its ``count`` helpers is sent. ``answers``: theirs, in order; ``ready``: how
-    often they are asked in vain whether they are."""
+    many times it says that it is not ready yet."""
 
     def __init__(self, count, *answers, ready=0):
         super().__init__(Asked() for _ in range(count))
-        self.connections, self.answers, self.vain = self, list(answers), ready
+        self.connections, self.answers, self.not_ready = self, list(answers), ready
         self.process, self.killed, self.ended = self, False, 0
 
     def ready(self):
-        self.vain -= 1
-        return self.vain < 0
+        self.not_ready -= 1
+        return self.not_ready < 0
 
     def answer(self, helper):
         return self.answers.pop(0) if self.answers else "it has ended"

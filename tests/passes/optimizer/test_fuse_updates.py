@@ -18,23 +18,32 @@ aten = torch.ops.aten
 PASSES = [replace(get(name), needs_cuda=False) for name in ("orthogonalize", "inplace_update", "fuse_updates")]
 
 
-class Lion(torch.optim.Optimizer):
-    """As its authors wrote it: the state is written after it is read, in place."""
+class Averaging(torch.optim.Optimizer):
+    """Calls ``update(p, average, lr)`` for each parameter, with a state that begins as zeros."""
 
     def __init__(self, params, lr=0.01):
         super().__init__(params, {"lr": lr})
+
+    def zeros(self, p):
+        return torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
                 if not self.state[p]:
-                    self.state[p]["exp_avg"] = torch.zeros_like(p)
-                average = self.state[p]["exp_avg"]
-                p.mul_(1 - group["lr"] * 0.1)
-                update = average.clone().mul_(0.9).add(p.grad, alpha=0.1).sign_()
-                p.add_(update, alpha=-group["lr"])
-                average.mul_(0.99).add_(p.grad, alpha=0.01)
+                    self.state[p]["average"] = self.zeros(p)
+                self.update(p, self.state[p]["average"], group["lr"])
+
+
+class Lion(Averaging):
+    """As its authors wrote it: the state is written after it is read, in place."""
+
+    def update(self, p, average, lr):
+        p.mul_(1 - lr * 0.1)
+        update = average.clone().mul_(0.9).add(p.grad, alpha=0.1).sign_()
+        p.add_(update, alpha=-lr)
+        average.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
 class Tangled(torch.optim.Optimizer):
@@ -66,28 +75,21 @@ class Tangled(torch.optim.Optimizer):
                 last = average
 
 
-class Parts(torch.optim.Optimizer):
+class Parts(Averaging):
     """Writes parts of what it computed and copied, into states that lie column by column too."""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
+    def zeros(self, p):
+        return torch.zeros_like(p.t().contiguous().t() if p.shape == (48, 48) else p)
 
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if not self.state[p]:
-                    layout = p.t().contiguous().t() if p.shape == (48, 48) else p
-                    self.state[p]["average"] = torch.zeros_like(layout)
-                average = self.state[p]["average"]
-                update = p.grad * 0.9
-                update.chunk(2)[0].add_(0.9)
-                p.add_(update.tanh(), alpha=-group["lr"])
-                update = update.square()
-                average.add_(0.5)
-                average.copy_(update)
-                update[0] = 3.0
-                p.add_(average.tanh() + update, alpha=-group["lr"])
+    def update(self, p, average, lr):
+        update = p.grad * 0.9
+        update.chunk(2)[0].add_(0.9)
+        p.add_(update.tanh(), alpha=-lr)
+        update = update.square()
+        average.add_(0.5)
+        average.copy_(update)
+        update[0] = 3.0
+        p.add_(average.tanh() + update, alpha=-lr)
 
 
 def mse(model, batch):
