@@ -150,9 +150,11 @@ def symmetric_memory(nbytes: int, group_name: str, device: torch.device) -> tupl
         raise RuntimeError("symmetric memory cannot be made while a CUDA graph is recorded: run the step once before")
     memory = torch._C._distributed_c10d._SymmetricMemory
     # torch 2.11 writes the ranks' addresses into memory of the current stream's pool without waiting for that stream: a
-    # kernel queued before may still write there. Nothing is queued on a stream of its own.
+    # kernel queued before may still write there. Nothing is queued on a stream of its own. It also zeroes the memory on
+    # the default stream, after all that is queued there, and does not wait: a faster rank's data would be lost.
     with torch.cuda.stream(_own_stream(device)):
         tensor = memory.empty_strided_p2p((nbytes,), [1], torch.uint8, device, group_name)
+        torch.cuda.synchronize(device)
         return tensor, memory.rendezvous(tensor)
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stepgraph
-from stepgraph import parallel
+from stepgraph import compat, parallel
 from stepgraph.graph.step_graph import InputSpec, StepGraph
 from stepgraph.graph.values import Loss, TotalLoss
 from stepgraph.kernels.comm import symmetric_sends
@@ -215,6 +215,22 @@ def test_a_whole_step_of_two_processes_of_one_gpu(schedule):
 
 def test_a_compiled_whole_step_of_two_processes_of_one_gpu():
     on_one_gpu("pp=2", partial(_alone, schedule="interleaved", exact=False), seconds=240)
+
+
+def _written_at_once(mesh):
+    """Rank 0 has work queued when memory is made; rank 1 writes into it as soon as it can."""
+    rank, group = mesh.place("pp"), mesh.axis("pp").get_group()
+    if rank == 0:
+        torch.cuda._sleep(1_000_000_000)
+    held, memory = compat.symmetric_memory(1 << 20, group.group_name, torch.device("cuda", 0))
+    if rank == 1:
+        memory.get_buffer(0, (1 << 20,), torch.uint8, 0).fill_(7)
+    ends(mesh)
+    assert rank or held.eq(7).all()
+
+
+def test_memory_that_another_rank_writes_at_once():
+    on_one_gpu("pp=2", _written_at_once)
 
 
 def _offloaded(mesh):
