@@ -44,8 +44,6 @@ _PURE_HIGHER_ORDER = {higher_order.flex_attention, higher_order.flex_attention_b
 _PURE = {
     ours.gelu_product.default, ours.gelu_product_backward.default,
     ours.cast_scaled.default, ours.cast_scaled_rows.default, ours.scaled_product.default,
-    ours.swiglu_cast_rows.default, ours.swiglu_backward_cast_rows.default,
-    ours.swiglu_magnitudes.default, ours.swiglu_backward_magnitudes.default, ours.cast_by_magnitudes.default,
     ours.sort_by_expert.default, ours.gather_rows.default, ours.combine_rows.default,
     ours.combine_rows_backward.default, ours.grouped_mm.default, ours.grouped_mm_weight.default,
     ours.swiglu_rows.default, ours.swiglu_rows_backward.default, ours.expert_places.default,

@@ -48,7 +48,6 @@ ORDER = (
     "offload_optimizer",  # the optimizer's state on the host, updates in parts
     "modulated_norm",  # numerics: norms that each sequence scales and shifts, with gates, by our kernel
     "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
-    "fuse_casts",  # numerics: casts to fp8 in the kernel before
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor

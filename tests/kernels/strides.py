@@ -8,7 +8,7 @@ import stepgraph.kernels.embedding.gradient
 import stepgraph.kernels.loss.cross_entropy
 import stepgraph.kernels.moe
 import stepgraph.kernels.norm.column_sum  # noqa: F401  (each defines operators of torch.ops.stepgraph)
-from stepgraph.kernels.norm import cast, modulated, operators  # noqa: F401
+from stepgraph.kernels.norm import modulated, operators  # noqa: F401
 
 ours = torch.ops.stepgraph
 ROWS, WIDTH, VOCAB = 6, 33, 37
@@ -69,12 +69,6 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
         grad, indices = layout(x), torch.randint(VOCAB, (ROWS, 2), device=device).t()
         yield f"embedding_backward {name}", ours.embedding_backward, (grad, indices, VOCAB, -1)
         yield f"norm {name}", ours.norm, (layout(x), weight, weight, layout(r), *norm, True)
-        for wanted in (True, False):  # to fp8, or the rows' magnitudes alone
-            yield (
-                f"norm_cast, {wanted} {name}",
-                ours.norm_cast,
-                (layout(x), weight, None, layout(r), *norm, True, wanted),
-            )
         h, mean = data(2, ROWS, WIDTH), data(2, ROWS, 2, dtype=torch.float32)[..., 0]
         saved = (layout(h), weight, mean, mean.abs() + 1, layout(r))
         yield f"norm_backward {name}", ours.norm_backward, (layout(x), *saved, *norm, dtype, True, True, True)

@@ -69,7 +69,6 @@ def examples(t):
     """(operator, arguments), together with every kernel that our operators launch on one GPU."""
     yield "norm", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True)
     yield "norm", (t(4, 65536), t(65536), None, None, *NORM, True)  # the sums of a few long rows, by a launch ahead
-    yield "norm_cast", (t(64, 1024), t(1024), None, t(64, 1024), *NORM, True, True)
     yield (
         "norm_backward",
         (t(4096, 64), t(4096, 64), t(64), None, t(4096, dtype=FP32), None, *NORM, BF16, True, True, 0),
@@ -85,11 +84,6 @@ def examples(t):
     yield "cast_scaled", (t(512, 1024), t(dtype=FP32), FP8, True, True)
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, True)
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
-    yield "swiglu_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), FP8, True)
-    yield "swiglu_backward_cast_rows", (t(8, 64, 1024), t(8, 64, 1024), t(8, 64, 1024), FP8, True)
-    yield "swiglu_magnitudes", (t(8, 64, 1024), t(8, 64, 1024), True)
-    yield "swiglu_backward_magnitudes", (t(8, 64, 1024), t(8, 64, 1024), t(8, 64, 1024), True)
-    yield "cast_by_magnitudes", (t(512, 1024), t(512, dtype=FP32), t(1024, dtype=FP32), FP8)
     yield "cast_scaled_rows", (t(512, 1025), FP8, True, True)  # no pairs in a row
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
     codes, nested = t(2048, 1, dtype=torch.uint8), [t(1, dtype=FP32), t(256, dtype=FP32), t(dtype=FP32)]

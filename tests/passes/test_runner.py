@@ -98,7 +98,7 @@ def test_no_pass_follows_a_terminal_one_in_another_run(step):
 
 #: Passes that run only where an option asks for them.
 ASKED_FOR = (
-    "fp8_experts", "exchange_fp8", "fp8_matmul", "gather_fp8", "fuse_casts",
+    "fp8_experts", "exchange_fp8", "fp8_matmul", "gather_fp8",
     "async_tensor_parallel", "copy_engines", "tag_regions", "fit_memory", "tile_sequence", "offload_optimizer",
     "product_epilogues",
 )  # fmt: skip

@@ -109,26 +109,3 @@ def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -
         give, and its scales, (C,) fp32. All contiguous; empty tensors for what was not asked for.
     """
     return rows_reference(x, dtype, rows, columns)
-
-
-@operator(
-    lambda x, _, __, dtype: _like_rows(x, dtype, True, True), launch="fp8.cast_triton:launch_by_magnitudes",
-)  # fmt: skip
-def cast_by_magnitudes(
-    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`cast_scaled_rows` of ``x`` by rows and by columns, whose largest magnitudes are known.
-
-    Args:
-        x: (R, C), not empty; bf16, fp16 or fp32, in any strides.
-        of_rows, of_columns: (R,) and (C,) fp32, contiguous.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-
-    Returns:
-        As `cast_scaled_rows`.
-    """
-    results = []
-    for side, amax in ((x, of_rows), (x.t(), of_columns)):
-        scale, factor = scale_of(amax, dtype)
-        results += [rounded(side, factor.unsqueeze(1), dtype), scale]
-    return tuple(results)

@@ -192,21 +192,6 @@ def launch_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tup
     return q, scales[0], transposed, scales[1]
 
 
-def launch_by_magnitudes(
-    x: Tensor, of_rows: Tensor, of_columns: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `cast.cast_by_magnitudes`."""
-    q, transposed = _copies(x, dtype, True, True)
-    bits = [amax.view(torch.int32) for amax in (of_rows, of_columns)]
-    scales = [torch.empty_like(amax) for amax in (of_rows, of_columns)]
-    if _transposed_before(x):
-        for side, known, copy, scale in zip((x, x.t()), bits, (q, transposed), scales, strict=True):
-            _cast(_contiguous(side), known, None, copy, copy, scale, None, WHOLE=False, ROWS=True, COLUMNS=False)
-    else:
-        _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=True, COLUMNS=True)
-    return q, scales[0], transposed, scales[1]
-
-
 def _transposed_before(x: Tensor) -> bool:
     """Whether the kernel may not transpose. Triton 3.6 transposes values of 16 bits before it rounds them."""
     return _mixes_up_bytes() and (x.element_size() > 2 or triton.__version__ >= "3.7")

@@ -11,7 +11,6 @@ import triton.language as tl
 from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _rounded, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST
-from stepgraph.kernels.fp8.swiglu_triton import _gate_gradient, _product, backward_configuration
 from stepgraph.kernels.moe.packed import new_packed, unpack
 from stepgraph.kernels.moe.rows_triton import tile_of
 from stepgraph.kernels.moe.swiglu import with_cast
@@ -22,6 +21,23 @@ WARPS = 4
 TILE = 2048
 #: Columns of the widest half whose row a program casts.
 LONGEST = 8192
+
+
+@triton.jit
+def _product(g, u):
+    """``silu(g) * u``, rounded twice."""
+    x = g.to(tl.float32)
+    silu = tl.div_rn(x, 1.0 + tl.exp(-x)).to(u.dtype)
+    return (silu.to(tl.float32) * u.to(tl.float32)).to(u.dtype)
+
+
+@triton.jit
+def _gate_gradient(d, g, u):
+    """The gradient of ``g`` in `_product`, rounded twice."""
+    dsilu = (d.to(tl.float32) * u.to(tl.float32)).to(g.dtype).to(tl.float32)
+    x = g.to(tl.float32)
+    sigmoid = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
+    return (dsilu * sigmoid * (1.0 + x * (1.0 - sigmoid))).to(g.dtype)
 
 
 @triton.jit
@@ -170,6 +186,12 @@ def launch_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: boo
         offsets.shape[0], F, q.stride(0), scale.stride(0), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad, packed
+
+
+def backward_configuration(F: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK, warps): 16 elements a thread; in the longest rows 32 of bf16, 64 of fp32, which fit the registers."""
+    block, _ = cast_triton.row_configuration(F)
+    return block, min(max(block // 512, 1), 32 // itemsize)
 
 
 def _programs(R: int, F: int) -> tuple[int]:

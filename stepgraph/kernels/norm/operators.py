@@ -72,7 +72,7 @@ def _forward(
     if x.numel() == 0:
         return lambda x, residual, *_: _like_forward(norm, x, residual, keep_h)
     if x.is_cuda:
-        return _triton().forward_plan(norm, keep_h, None, None, x, residual, weight, bias).run
+        return _triton().forward_plan(norm, keep_h, None, x, residual, weight, bias).run
     return lambda x, residual, weight, bias: reference.forward(norm, x, weight, bias, residual, keep_h)
 
 

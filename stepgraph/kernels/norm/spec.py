@@ -33,9 +33,6 @@ from typing import NamedTuple
 
 import torch
 
-#: What `cast` gives in addition to a norm's result.
-FP8 = torch.float8_e4m3fn
-
 KINDS = ("rms", "layer")
 
 #: What x, weight, residual and output may be. Float64, for all of them, is only for the reference.

@@ -222,7 +222,7 @@ def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
 
 
 def _cast_notes(casts: Iterable[Cast]) -> list[str]:
-    """A line for each kind of cast. Which of them stand alone is known once `fuse_casts` has run."""
+    """A line for each kind of cast."""
     kinds: dict[str, list[Cast]] = defaultdict(list)
     for cast in casts:
         copies = {(True, False): "by rows", (False, True): "transposed", (True, True): "by rows and transposed"}

@@ -33,7 +33,7 @@ class GeluOptions:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
 
-@register("gelu_kernels", "numerics", options=GeluOptions(), after=("product_epilogues", "fuse_casts"), needs_cuda=True)
+@register("gelu_kernels", "numerics", options=GeluOptions(), after=("product_epilogues", "fuse_norm"), needs_cuda=True)
 def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> None:
     """Run GELU between products, and its gradient with the bias's, by our kernels."""
     sums = 0

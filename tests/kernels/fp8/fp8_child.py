@@ -10,14 +10,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from stepgraph.kernels.fp8 import cast_triton, swiglu_triton
+from stepgraph.kernels.fp8 import cast_triton
 from tests.kernels.triton_tools import interpret_masks
 
 interpret_masks()
 # Whole tiles and parts of one in few rows: the interpreter takes long for each program.
 cast_triton.TILE, cast_triton.CAST_TALL, cast_triton.CAST_WIDE = 32, 32, 32
 cast_triton.PAIRS_ROWS, cast_triton.PAIRS, cast_triton.PAIRS_CHUNK = 16, 16, 32
-swiglu_triton.WIDE, swiglu_triton.CHUNK = 32, 32
 
 everything = []
 for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
@@ -28,33 +27,5 @@ for x, dtype, rows, columns, longest in torch.load(sys.argv[1]):
         cast_triton._transposed_before = lambda x, before=before: before
         casts.append(cast_triton.launch(x, amax, dtype, rows, columns))
         casts.append(cast_triton.launch_rows(x, dtype, rows, columns))
-    y, q, scale = swiglu_triton.launch(x, x.flip(0), dtype, True)
-    fused = (
-        y,
-        (q, scale),
-        cast_triton.launch_rows(y, dtype, True, False)[:2],
-        swiglu_triton.launch(x, x.flip(0), dtype, False),
-    )
-    kept, alone = (swiglu_triton.launch_backward(x.flip(1), x, x.flip(0), dtype, keep) for keep in (True, False))
-    dgate, dup, *both = kept
-    apart = [t for y in (dgate, dup) for t in cast_triton.launch_rows(y, dtype, True, False)[:2]]
-    fused += ((dgate, dup), both, apart, alone)
-    magnitudes = []
-    for wanted in (False, True):
-        found = swiglu_triton.launch_magnitudes(x, x.flip(0), wanted)
-        known = []
-        if wanted:
-            for before in (False, True):
-                cast_triton._transposed_before = lambda x, before=before: before
-                known.append(
-                    (
-                        cast_triton.launch_by_magnitudes(*found, dtype),
-                        cast_triton.launch_rows(found[0], dtype, True, True),
-                    )
-                )
-        magnitudes.append(
-            (wanted, found, swiglu_triton.launch_backward_magnitudes(x.flip(1), x, x.flip(0), wanted), known)
-        )
-    fused += (magnitudes,)
-    everything.append((casts, fused))
+    everything.append(casts)
 torch.save(everything, sys.argv[2])

@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.fp8 import (
-    cast_scaled,
-    cast_scaled_rows,
-    scaled_product,
-    swiglu_backward_cast_rows,
-    swiglu_cast_rows,
-)
+from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 CHILD = Path(__file__).with_name("fp8_child.py")
@@ -117,14 +111,6 @@ def test_operators_follow_their_schemas():
     for op, args in (
         (ops.cast_scaled, (x.t(), amax_of(x), E5M2, True, True)),
         (ops.cast_scaled_rows, (x[::2], E4M3, False, True)),
-        (ops.swiglu_cast_rows, (x.view(2, 8, 32), x.view(2, 8, 32), E4M3, True)),
-        (ops.swiglu_cast_rows, (x[:, ::2], x[:, 1::2], E4M3, False)),
-        (ops.swiglu_backward_cast_rows, (x[:, ::2], x[:, ::2], x[:, 1::2], E4M3, True)),
-        (ops.swiglu_backward_cast_rows, (x.view(2, 8, 32),) * 3 + (E5M2, False)),
-        (ops.swiglu_magnitudes, (x[:, ::2], x[:, 1::2], True)),
-        (ops.swiglu_magnitudes, (x.view(2, 8, 32), x.view(2, 8, 32), False)),
-        (ops.swiglu_backward_magnitudes, (x.view(2, 8, 32),) * 3 + (True,)),
-        (ops.cast_by_magnitudes, (x, x.abs().amax(1).float(), x.abs().amax(0).float(), E4M3)),
         (ops.scaled_product, (q, q, scale, scale, None, False)),
         (ops.scaled_product, (row, row, row_scale, row_scale, torch.ones(16).bfloat16(), True)),
     ):
@@ -169,10 +155,9 @@ def test_kernels_give_the_reference_bits(tmp_path):
         (odd[:12].repeat(1, 2), E5M2, True, True, 16384),
         (rough, E5M2, True, True, 16384),
     ]
-    for case, (casts, fused) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
+    for case, casts in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
         x, dtype, rows, columns, _ = case
         is_exact = x.isfinite().all() and x is not rough
-        check_swiglu(x, dtype, *fused)
         whole, rowwise = cast_scaled(x, amax_of(x), dtype, rows, columns), cast_scaled_rows(x, dtype, rows, columns)
         for found, right in zip(casts, (whole, rowwise) * 2, strict=True):
             for mine, theirs in zip(found, right, strict=True):
@@ -181,38 +166,11 @@ def test_kernels_give_the_reference_bits(tmp_path):
                     torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def check_swiglu(x, dtype, y, fused, apart, alone, gradients, both, both_apart, both_alone, magnitudes):
-    """The product of SwiGLU and its gradients are the reference's but for the last places, their casts what the cast
-    apart makes of them."""
-    right, _, _ = swiglu_cast_rows(x, x.flip(0), dtype, True)
-    expected = swiglu_backward_cast_rows(x.flip(1), x, x.flip(0), dtype, True)[:2]
-    # bf16 is rounded twice, by an interpreter that rounds in its own way.
-    close = {"rtol": 2**-6, "atol": 1e-30} if x.dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-30}
-    for mine, theirs in ((y, right), *zip(gradients, expected, strict=True)):
-        torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
-    assert alone[0].shape == both_alone[0].shape == both_alone[1].shape == (0,)
-    for columns, found, found_both, casts in magnitudes:
-        exact = {"rtol": 0, "atol": 0, "equal_nan": True}
-        for mine, theirs in ((found[0], right), *zip(found_both[:2], expected, strict=True)):
-            torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
-        of_both = (found_both[0], *found_both[2:4]), (found_both[1], *found_both[4:])
-        for values, of_rows, of_columns in (found, *of_both):
-            torch.testing.assert_close(of_rows, values.abs().amax(1).float(), **exact)
-            across = values.abs().amax(0).float() if columns else torch.empty(0)
-            torch.testing.assert_close(of_columns, across, **exact)
-        for mine, theirs in (pair for both in casts for pair in zip(*both, strict=True)):
-            torch.testing.assert_close(mine.float(), theirs.float(), **exact)
-    pairs = ((fused, apart), (alone[1:], apart), (both, both_apart), (both_alone[2:], both_apart))
-    for mine, theirs in (pair for found, right in pairs for pair in zip(found, right, strict=True)):
-        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("element", ["bf16", pytest.param("fp32", marks=pytest.mark.long)])
 @pytest.mark.parametrize("to", ["fp8e4nv", pytest.param("fp8e5", marks=pytest.mark.long)])
 def test_no_configuration_spills(element, to):
     kernels = pytest.importorskip("stepgraph.kernels.fp8.cast_triton")
-    swiglu_triton = pytest.importorskip("stepgraph.kernels.fp8.swiglu_triton")
     most = {"fp8e4nv": 448.0, "fp8e5": 57344.0}[to]
     sizes = {"R": "i32", "C": "i32", "row_stride": "i32"}
     bits = {"row_bits": "*i32", "column_bits": "*i32"}
@@ -238,23 +196,6 @@ def test_no_configuration_spills(element, to):
     assert_no_spills(kernels._cast_kernel, kinds, constants, kernels.CAST_WARPS, aligned)
     for C in (256, 4096, kernels.LONGEST):
         block, warps = kernels.row_configuration(C)
-        kinds = {"gate": f"*{element}", "up": f"*{element}", "y": f"*{element}", "q": f"*{to}", "scale": "*fp32"}
-        kinds |= {"C": "i32", "gate_stride": "i32", "up_stride": "i32"}
-        constants, divisible = {"MOST": most, "BLOCK": block}, (*kinds.keys(),)
-        assert_no_spills(swiglu_triton._swiglu_kernel, kinds, constants, warps, divisible)
-        kinds = {name: f"*{element}" for name in ("dy", "gate", "up", "dgate", "dup")} | {"C": "i32"}
-        kinds |= {"q_gate": f"*{to}", "q_up": f"*{to}", "scale_gate": "*fp32", "scale_up": "*fp32"}
-        kinds |= dict.fromkeys(("dy_stride", "gate_stride", "up_stride"), "i32")
-        _, most_warps = swiglu_triton.backward_configuration(C, 2 if element == "bf16" else 4)
-        assert_no_spills(swiglu_triton._swiglu_backward_kernel, kinds, constants, most_warps, (*kinds,))
         kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32", "q_stride": "i32"}
         constants = {"column_stride": 1, "scale_stride": 1, "MOST": most, "BLOCK": block}
         assert_no_spills(kernels._row_kernel, kinds, constants, warps, aligned)
-    sizes = dict.fromkeys(("R", "C", "dy_stride", "gate_stride", "up_stride", "CHUNK"), "i32")
-    kinds = {name: f"*{element}" for name in ("dy", "gate", "up", "y", "dgate", "dup")} | sizes
-    kinds |= dict.fromkeys(("row_bits", "column_bits", "gate_rows", "gate_columns", "up_rows", "up_columns"), "*i32")
-    tile = {name: getattr(swiglu_triton, name) for name in ("WIDE", "STAGES")} | {"COLUMNS": True}
-    tile["TALL"] = swiglu_triton.TALL_BYTES // (2 if element == "bf16" else 4)
-    for kernel in (swiglu_triton._magnitudes_kernel, swiglu_triton._backward_magnitudes_kernel):
-        given = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
-        assert_no_spills(kernel, given, tile, swiglu_triton.TILE_WARPS, (*given,))

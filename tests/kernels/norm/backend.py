@@ -1,13 +1,12 @@
 """The functions of the CUDA backend for tests: a plan for each call, by a configuration if one is given."""
 
 from stepgraph.kernels.norm.triton import single
-from stepgraph.kernels.norm.triton.single import forward_cast
 
-__all__ = ["backward", "forward", "forward_cast", "forward_plan"]
+__all__ = ["backward", "forward", "forward_plan"]
 
 
 def forward_plan(norm, x, weight, bias, residual, keep_h, config=None):
-    return single.forward_plan(norm, keep_h, config, None, x, residual, weight, bias)
+    return single.forward_plan(norm, keep_h, config, x, residual, weight, bias)
 
 
 def forward(norm, x, weight, bias, residual, keep_h, config=None):

@@ -184,7 +184,7 @@ def no_gpu(monkeypatch):
 
 def on_cpu(plan, forward):
     def build(options, rest, *tensors):
-        how = (rest, None, None) if forward else (*rest, None)
+        how = (rest, None) if forward else (*rest, None)
         return plan(operators.from_options(*options), *how, *tensors).run
 
     return build

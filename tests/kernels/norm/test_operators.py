@@ -13,12 +13,11 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import stepgraph.kernels.norm.cast  # noqa: F401  (defines norm_cast)
 from stepgraph.kernels import RMSNorm, layer_norm, qk_norm, rms_norm
 from tests.kernels.norm.cases import EPS, close, exact, rows
 
 ops = torch.ops.stepgraph
-F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+F32, BF16 = torch.float32, torch.bfloat16
 RMS, LAYER = (F32, "rms", 1e-5, 0.0), (F32, "layer", 1e-5, 1.0)
 
 
@@ -44,24 +43,6 @@ def forward_cases():
 @pytest.mark.parametrize("case", forward_cases())
 def test_opcheck_norm(case):
     opcheck(ops.norm.default, forward_cases()[case])
-
-
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("norm", [RMS, LAYER])
-def test_a_norm_with_a_cast_beside_is_the_norm_then_the_cast(norm, cast):
-    x, w, r = (leaf(*shape).detach() for shape in ((3, 4, 8), (8,), (3, 4, 8)))
-    arguments = (x, w, None, r, BF16, *norm[1:], True)
-    opcheck(ops.norm_cast.default, (*arguments, cast), test_utils="test_faketensor")
-    *same, values, scale = ops.norm_cast(*arguments, cast)
-    expected = ops.norm(*arguments)
-    assert all(mine is theirs is None or torch.equal(mine, theirs) for mine, theirs in zip(same, expected, strict=True))
-    y = expected[0].float()
-    top = y.abs().amax(-1)
-    if cast:
-        assert torch.equal(scale, top / torch.tensor(448.0))
-        assert torch.equal(values.float(), (y * (torch.tensor(448.0) / top)[..., None]).to(FP8).float())
-    else:
-        assert values is None and torch.equal(scale, top)
 
 
 @pytest.mark.parametrize("dh", [False, True])

@@ -7,7 +7,7 @@ traffic to memory in the inner loop of a kernel whose only virtue is the traffic
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -129,47 +129,3 @@ def test_other_forms_do_not_spill(case, n, capsys):
     with recorded_launches() as seen:
         both_directions(n, 1 << 28, **case)
     assert_no_spills(seen, capsys)
-
-
-CASTS = [("rms", n) for n in (768, 2880, 4096, 5120, 8192, 14336, 16384)]
-#: A layer norm of rows of 2880 with a residual spills one register.
-CASTS += [("layer", n) for n in (768, 4096, 5120, 8192, 16384)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "n"), [case if case == ("rms", 4096) else pytest.param(*case, marks=pytest.mark.long) for case in CASTS]
-)
-def test_norms_with_a_cast_beside_do_not_spill(kind, n, capsys):
-    rows, stream = (torch.empty((1 << 26) // n, n, dtype=dtype, device="meta") for dtype in (BF16, FP32))
-    w = torch.empty(n, dtype=BF16, device="meta")
-    with recorded_launches() as seen:
-        for cast, residual in ((True, None), (True, rows), (False, rows), (True, stream)):
-            triton_norm.forward_cast(Norm(kind, 1e-6, 0.0, BF16), rows, w, None, residual, True, cast)
-    assert_no_spills(seen, capsys)
-
-
-def layouts_of_sums(forward: Callable[[], object]) -> list[str]:
-    """How threads hold the rows that the one kernel of ``forward`` adds up."""
-    with recorded_launches() as seen:
-        forward()
-    ((what, kinds),) = seen.values()
-    source = launch.source_of(what.kernel, kinds, (), what.constants, **what.options)
-    text = compat.triton_compiled(source, GPUTarget("cuda", 90, 32)).asm["ttgir"]
-    layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", text, re.MULTILINE))
-    sums = re.findall(r'"tt.reduce".*?\}\) : \(tensor<\w+xf32, (#\w+)>\)', text, re.DOTALL)
-    return [layouts[name] for name in sums]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("x", [BF16, pytest.param(FP32, marks=pytest.mark.long)])
-@pytest.mark.parametrize("n", [4096, *(pytest.param(n, marks=pytest.mark.long) for n in (768, 2880, 8192, 16384))])
-def test_a_cast_beside_leaves_sums_as_they_are(n, x, kind):
-    """Added up in another order, they would have other bits than those of the norm by itself."""
-    rows, w = torch.empty(8192, n, dtype=x, device="meta"), torch.empty(n, dtype=BF16, device="meta")
-    given = (Norm(kind, 1e-6, 0.0, BF16), rows, w, None, None, True)
-    alone = layouts_of_sums(lambda: triton_norm.forward(*given))
-    assert len(alone) == (2 if kind == "layer" else 1)
-    for cast in (True, False):
-        assert layouts_of_sums(lambda cast=cast: triton_norm.forward_cast(*given, cast)) == alone

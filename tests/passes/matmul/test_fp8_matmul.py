@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import operator
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 
 import stepgraph
 from stepgraph.costs.fp8 import cast_seconds, product_seconds
-from stepgraph.graph.provenance import provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec
 from stepgraph.graph.values import BatchLeaf
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
@@ -89,12 +87,7 @@ def test_llama_has_the_bits_of_eager_fp8_layers(precision, recipe):
     bf16_weight_gradients = recipe.endswith("bf16-weight-gradients")
     assert count(step, ours.scaled_product.default) == 7 * (2 if bf16_weight_gradients else 3)
     cast = ours.cast_scaled if recipe == "tensorwise" else ours.cast_scaled_rows
-    fused = bf16_weight_gradients  # the input of the MLP's last layer, by rows alone, and two output gradients
-    assert count(step, ours.swiglu_cast_rows.default) == count(step, ours.swiglu_backward_cast_rows.default) == fused
-    both = count(step, ours.swiglu_magnitudes.default), count(step, ours.swiglu_backward_magnitudes.default)
-    assert both == (not fused, not fused)
-    assert count(step, ours.cast_by_magnitudes.default) == (3 if recipe == "rowwise" else 0)
-    assert count(step, cast.default) == 4 + 7 + 7 - (0 if recipe == "tensorwise" else 3)
+    assert count(step, cast.default) == 4 + 7 + 7
     assert count(step, aten.mm.default) == 3 + 7 * bf16_weight_gradients
     notes = "\n".join(report_of(step).notes)
     assert "left in bf16, the loss reads it: head" in notes and "no linear layer" not in notes
@@ -159,138 +152,6 @@ def transformer(name):
 def test_transformers(name):
     model, loss_fn, batch = transformer(name)
     check_as_eager(model, loss_fn, batch, "rowwise", ["lm_head"], 4 if name == "GPT2" else 7)
-
-
-@pytest.mark.parametrize("name", ["ours", "Qwen3", pytest.param("Llama", marks=pytest.mark.long)])
-def test_casts_in_the_kernel_before_change_no_bit(name):
-    """The bf16 product is written where the weight gradient reads it, and not where that computes it again."""
-    model, loss_fn, batch = (llama(), autocast_loss, tokens()) if name == "ours" else transformer(name)
-    recipe = "rowwise-bf16-weight-gradients"
-    apart, expected = captured(model, loss_fn, batch, passes(recipe, disable_pass=("fuse_casts",)))
-    for memory in ("none", "full"):
-        step, found = captured(model, loss_fn, batch, passes(recipe, memory=memory))
-        assert all(map(torch.equal, found, expected))
-        (fused,) = step.graph.graph.find_nodes(op="call_function", target=ours.swiglu_cast_rows.default)
-        assert fused.args[3] == (memory == "none")
-        report = next(r for r in step.report if r.name == "fuse_casts")
-        again = (0, 3)[memory == "full"]  # of queries, keys and values, of attention's result, of gate and up
-        assert any(f"casts that stand alone, activations by rows: {3 + again}," in note for note in report.notes)
-        (backward,) = step.graph.graph.find_nodes(op="call_function", target=ours.swiglu_backward_cast_rows.default)
-        assert backward.args[4] and not count(step, aten.silu_backward.default)
-        assert count(step, aten.silu.default) == (memory == "full")  # which computes the bf16 product again
-        assert any("casts that stand alone, output gradients by rows: 5," in note for note in report.notes)
-        assert report.changed == 3 and (
-            memory == "full" or report.matched == count(apart, ours.cast_scaled_rows.default)
-        )
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", RECIPES[2]])
-@pytest.mark.parametrize("name", ["ours", pytest.param("Qwen3", marks=pytest.mark.long)])
-def test_norms_give_the_scales_of_their_casts(recipe, name):
-    """By our norms, which a CPU takes where it is told to: with residual adds, kept, computed again."""
-    model, loss_fn, batch = (llama(), autocast_loss, tokens()) if name == "ours" else transformer(name)
-    for memory in ("none", "full"):
-        options = {"norm": "kernel", "memory": memory}
-        _, expected = captured(model, loss_fn, batch, passes(recipe, disable_pass=("fuse_casts",), **options))
-        step, found = captured(model, loss_fn, batch, passes(recipe, **options))
-        assert all(map(torch.equal, found, expected))
-        norms = step.graph.graph.find_nodes(op="call_function", target=ours.norm_cast.default)
-        assert len(norms) >= 2 and all(node.args[-1] == (recipe != "tensorwise") for node in norms)
-        assert any(node.args[3] is not None for node in norms)  # takes the residual add in
-        report = next(r for r in step.report if r.name == "fuse_casts")
-        assert f"{len(norms)} of norms, 1 of SwiGLU, 2 of its gradients" in report.summary
-        on_the_way = [note for note in report.notes if "of these with one scale, of what Inductor makes" in note]
-        assert memory == "none" or len(on_the_way) == (recipe == "tensorwise")  # SwiGLU, computed again
-        tops = step.graph.graph.find_nodes(op="call_function", target=aten.linalg_vector_norm.default)
-        of_rows = [top for top in tops if top.args[0].target is operator.getitem and top.args[0].args[1]]
-        assert len(of_rows) == (len(norms) + 3 if recipe == "tensorwise" else 0)
-
-
-def swiglu_backward(gate, up, dy, write):
-    dup = dy * F.silu(gate)
-    dgate = torch.ops.aten.silu_backward(dy * up, gate)
-    if write:
-        up.mul_(2)
-        dgate.mul_(2)
-    return dgate, dup
-
-
-@pytest.mark.parametrize("form", ["alone", "written"])
-@pytest.mark.parametrize("recipe", RECIPES[:2])
-def test_magnitudes_of_swiglu_come_with_its_values(tools, recipe, form):
-    """By hand, both casts of the product and of both gradients: what is written between is cast apart."""
-
-    def function(gate, up, dy, w, v):
-        y = F.silu(gate) * up
-        if form == "written":
-            y.mul_(2)
-        dgate, dup = swiglu_backward(gate, up, dy, form == "written")
-        return y @ w.t(), y.t() @ v, dgate @ w.t(), dgate.t() @ v, dup @ w.t(), dup.t() @ v, w, v
-
-    gate, up, dy, w, v = (torch.randn(n, 16).bfloat16() for n in (32, 32, 32, 48, 32))
-    inputs = [gate, up, dy, w, v]
-    step = tools.by_hand(function, *inputs)
-    step.inputs[:3] = [InputSpec(BatchLeaf(i)) for i in range(3)]
-    run_passes(step, [get("fp8_matmul", recipe=recipe, unprofitable=True)])
-    late = {step.graph.find_nodes(op="placeholder")[2]}  # dy, and what is made of it
-    for node in filter(provenance, step.graph.nodes):
-        late |= {node} if late & {*node.all_input_nodes} else set()
-        set_provenance(node, provenance(node)._replace(phase="backward" if node in late else "forward"))
-    expected = step.module(*(t.clone() for t in inputs))
-    *_, report = run_passes(step, [get("fuse_casts")])
-    assert all(map(torch.equal, step.module(*(t.clone() for t in inputs)), expected))
-    fused = form == "alone"
-    targets = ours.swiglu_magnitudes.default, ours.swiglu_backward_magnitudes.default
-    assert [len(step.graph.find_nodes(op="call_function", target=t)) for t in targets] == [fused, fused]
-    assert report.changed == 3 * fused
-    assert not (fused and step.graph.find_nodes(op="call_function", target=aten.silu.default))
-
-
-@pytest.mark.parametrize("form", ["alone", "read", "written", "one"])
-def test_gradients_of_swiglu_and_their_casts_are_one_kernel(tools, form):
-    """By hand, as frozen weights have it: gradients that nothing else reads are not written. Stay apart: what is
-    written between, and where one gradient alone is cast."""
-
-    def function(gate, up, dy, w):
-        dgate, dup = swiglu_backward(gate, up, dy, form == "written")
-        products = (dgate @ w.t(), dup @ w.t() if form != "one" else dup)
-        return *products, *((dgate, dup) if form == "read" else ()), w
-
-    inputs = [torch.randn(32, 16).bfloat16() for _ in range(3)] + [torch.randn(48, 16).bfloat16()]
-    step = tools.by_hand(function, *inputs)
-    step.inputs[:3] = [InputSpec(BatchLeaf(i)) for i in range(3)]
-    run_passes(step, [get("fp8_matmul", recipe="rowwise-bf16-weight-gradients", unprofitable=True)])
-    for node in filter(provenance, step.graph.nodes):
-        set_provenance(node, provenance(node)._replace(phase="backward"))
-    *_, report = run_passes(step, [get("fuse_casts")])
-    found = step.graph.find_nodes(op="call_function", target=ours.swiglu_backward_cast_rows.default)
-    assert report.changed == (2 if form in ("alone", "read") else 0) and len(found) == report.changed // 2
-    assert [node.args[4] for node in found] == [form == "read"] * len(found)
-    results = step.module(*(t.clone() for t in inputs))
-    gradients = swiglu_backward(*(t.clone() for t in inputs[:3]), form == "written")
-    weight = quantized(inputs[3], "rowwise")
-    for i in range(1 if form == "one" else 2):
-        assert torch.equal(results[i], product(quantized(gradients[i], "rowwise"), weight))
-
-
-def test_a_product_whose_inputs_are_written_is_cast_apart(tools):
-    """By hand: what is written between the SwiGLU and its cast is not what the cast reads."""
-
-    def function(gate, up, w):
-        y = F.silu(gate) * up
-        up.mul_(2)
-        return y @ w.t(), gate, up, w
-
-    inputs = [torch.randn(32, 16).bfloat16(), torch.randn(32, 16).bfloat16(), torch.randn(48, 16).bfloat16()]
-    for form, fused in ((function, 0), (lambda gate, up, w: ((F.silu(gate) * up) @ w.t(), gate, up, w), 1)):
-        step = tools.by_hand(form, *inputs)
-        step.inputs[:2] = [InputSpec(BatchLeaf(i)) for i in range(2)]
-        options = {"recipe": "rowwise-bf16-weight-gradients", "unprofitable": True}
-        _, report = run_passes(step, [get("fp8_matmul", **options), get("fuse_casts")])
-        assert (report.matched, report.changed) == (2, fused)
-        y, *_ = step.module(*(t.clone() for t in inputs))
-        x = F.silu(inputs[0]) * inputs[1]
-        assert torch.equal(y, product(quantized(x, "rowwise"), quantized(inputs[2], "rowwise")))
 
 
 # What stays

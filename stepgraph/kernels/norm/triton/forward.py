@@ -4,8 +4,6 @@
     rms                    rstd = 1 / sqrt(mean(h^2) + eps)            xhat = h * rstd
     layer                  rstd = 1 / sqrt(mean((h - mean)^2) + eps)   xhat = (h - mean) * rstd
     y = xhat * (weight + offset) + bias
-    fp8 in addition to y   values, scale = the cast by rows of y as it was rounded (see `kernels.fp8.cast`), or scale =
-                           amax(|row of y|) alone
 
 A row is ``PIECES`` tiles of ``BLOCK`` columns, a power of two: 5120 is 5 x 1024, with nothing wasted. A program takes
 one step of ``ROWS`` rows; only programs that share rows (see `wide`) stride over the steps. ``WEIGHT`` says when the
@@ -20,8 +18,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from stepgraph.kernels.fp8.cast_triton import _bits, _rounded, _scale, _top
-from stepgraph.kernels.fp8.formats import SMALLEST
 from stepgraph.kernels.norm.triton.rows import (
     full,
     hold,
@@ -36,9 +32,6 @@ from stepgraph.kernels.norm.triton.rows import (
     trimmed,
 )
 from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
-
-FP8_MAX = tl.constexpr(448.0)
-FP8_SMALLEST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -139,29 +132,22 @@ def sums_of_slice(hs, first, part, shift, zero, N: tl.constexpr, ROWS: tl.conste
     return hs, share, mu, squares
 
 
-@triton.constexpr_function
-def at_a_time(x, residual, y):
-    """The most elements of x, the residual stream and y that 16 bytes hold."""
-    return max(128 // t.dtype.element_ty.primitive_bitwidth for t in (x, residual, y) if t is not None)
-
-
 @triton.jit
 def forward_step(
-    step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
+    step, turn, ws, bs, x, residual, weight, bias, y, h, mean, rstd, words,
     M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part, shift,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
-    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr, FP8_MAX: tl.constexpr, FP8_SMALLEST: tl.constexpr,
+    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
 ):  # fmt: skip
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
-    WITH_FP8: tl.constexpr = scale is not None
     SLICE: tl.constexpr = BLOCK * PIECES
     # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
     FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
-    KINDS: tl.constexpr = (2 if LAYER else 1) + (1 if scale is not None else 0)
+    KINDS: tl.constexpr = 2 if LAYER else 1
 
     first = part * SLICE + tl.arange(0, BLOCK)
     row, valid = rows_of_step(step, M, head, H if PERIOD == 1 else PERIOD, ROWS, BH, BIG)
@@ -211,8 +197,6 @@ def forward_step(
     if LAYER:
         tl.store(mean + row, mu, mask=once)
 
-    tops = tl.zeros((ROWS, BLOCK), tl.int32)
-    ys = ()
     for k in tl.static_range(PIECES):
         at = first + k * BLOCK
         w = None
@@ -226,40 +210,13 @@ def forward_step(
             w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
             b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
         value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
-        rounded_y = value.to(y.dtype.element_ty)
-        store_tile(y_row + at[None, :], rounded_y, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
-        if WITH_FP8:
-            bits = _bits(rounded_y)
-            if LAYER and not full(k, FULL, SHIFT):
-                bits = tl.where(inside(at, shift, N, SHIFT)[None, :], bits, 0)
-            tops = tl.maximum(tops, bits)
-            ys = ys + (rounded_y,)
-
-    if WITH_FP8:
-        top = tl.max(tops, 1)
-        if SPLIT > 1:
-            share = top.to(tl.float32, bitcast=True)
-            publish(share, share_slot(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
-            top = tl.max(_bits(collect(words, turn, KINDS - 1, KINDS, SPLIT, ROWS, EXCHANGE)), 0)
-        if values is None:
-            tl.store(scale + row, top.to(tl.float32, bitcast=True), mask=once)
-        else:
-            amax = _top(top, FP8_SMALLEST)
-            tl.store(scale + row, _scale(amax, FP8_MAX), mask=once)
-            # Bytes would be stored 16 at a time, and the rows read so too, by other threads: their sums would have
-            # other bits. Added is a 0 of which the compiler knows only that it is a multiple of WIDTH.
-            WIDTH: tl.constexpr = at_a_time(x, residual, y)
-            values_row = values + start + zero * WIDTH
-            HOLD_Y: tl.constexpr = HOLD and y.dtype.element_ty.primitive_bitwidth == 16
-            for k in tl.static_range(PIECES):
-                at = first + k * BLOCK
-                cast = _rounded(hold(ys[k], zero, HOLD_Y), amax[:, None], FP8_MAX, values.dtype.element_ty)
-                store_tile(values_row + at[None, :], cast, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
+        rounded = value.to(y.dtype.element_ty)
+        store_tile(y_row + at[None, :], rounded, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
 
 
 @triton.jit
 def forward_kernel(
-    x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
+    x, residual, weight, bias, y, h, mean, rstd, words,
     leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
@@ -283,16 +240,15 @@ def forward_kernel(
     bs = ()
     if SPLIT == 1 and WEIGHT != "before":
         forward_step(
-            first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
+            first, 0, ws, bs, x, residual, weight, bias, y, h, mean, rstd, words,
             M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part, shift,
             N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
             ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE,
-            FP8_MAX, FP8_SMALLEST,
         )  # fmt: skip
     else:
         P = tl.num_programs(0) // (SPLIT * HEAD_BLOCKS)
         steps = tl.cdiv(tl.cdiv(M, SETS), ROWS // BH).to(tl.int32)
-        KINDS: tl.constexpr = 1 + (mean is not None) + (scale is not None)
+        KINDS: tl.constexpr = 1 + (mean is not None)
         if SPLIT > 1:
             leavers = (words + leavers_at).to(tl.pointer_type(tl.int32), bitcast=True)
             words += group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -301,11 +257,10 @@ def forward_kernel(
             ws, bs = load_weights(weight, bias, head, at, shift, N, H, BLOCK, PIECES, SUM, SHIFT, FULL)
         for step in tl.range(first, steps, P):
             forward_step(
-                step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
+                step, (step - first) // P, ws, bs, x, residual, weight, bias, y, h, mean, rstd, words,
                 M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps, zero, head, part, shift,
                 N, H, OFFSET, X_ALIGN, X_TWO, R_ALIGN, R_TWO, BIG,
                 ROWS, BH, BLOCK, PIECES, SPLIT, PERIOD, SHIFT, SUM, HOLD, HOLD_W, WEIGHT, EXCHANGE,
-                FP8_MAX, FP8_SMALLEST,
             )  # fmt: skip
         if SPLIT > 1:
             leave(words, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
@@ -313,7 +268,7 @@ def forward_kernel(
 
 @triton.jit
 def sums_kernel(
-    x, residual, weight, bias, y, h, mean, rstd, scale, values, words,
+    x, residual, weight, bias, y, h, mean, rstd, words,
     leavers_at, M, x_outer, x_inner, x_size, r_outer, r_inner, r_size, eps,
     N: tl.constexpr, X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr,
     BIG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,

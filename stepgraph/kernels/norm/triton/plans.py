@@ -168,13 +168,10 @@ def tiles(problem: Problem, config: Config) -> dict[str, Any]:
 
 def launches(
     kernel: Any, numbers: tuple[int | float, ...], constants: dict[str, Any], grid: int, config: Config,
-    cooperative: bool, rounds: int = 1,
+    cooperative: bool,
 ) -> tuple[Launch, ...]:  # fmt: skip
-    """One launch; several under the interpreter, whose programs cannot exchange while they run.
-
-    ``rounds``: exchanges in a step, each depending on the one before.
-    """
-    modes = (*["publish"] * rounds, "collect") if INTERPRETED and config.split > 1 else ("wait",)
+    """One launch; two under the interpreter, whose programs cannot exchange while they run."""
+    modes = ("publish", "collect") if INTERPRETED and config.split > 1 else ("wait",)
     return tuple(
         Launch(
             kernel, numbers, constants | {"EXCHANGE": mode}, grid,
@@ -198,11 +195,11 @@ def launches_ahead(
     )
 
 
-def share_words(problem: Problem, config: Config, cover: Cover, scaled: bool = False) -> int:
-    """Words of memory through which the groups of a launch exchange: see `wide`. ``scaled``: rows' magnitudes too."""
+def share_words(problem: Problem, config: Config, cover: Cover) -> int:
+    """Words of memory through which the groups of a launch exchange: see `wide`."""
     if config.split == 1:
         return 0
-    kinds = 1 + problem.layer + scaled
+    kinds = 1 + problem.layer
     steps = problem.period * math.ceil(math.ceil(problem.M / problem.period) / config.rows)
     turns = math.ceil(steps / cover.slots) + 1 if INTERPRETED or config.exchange == "launch" else 4
     return cover.groups * turns * kinds * config.split * config.rows

@@ -4,14 +4,9 @@ A call allocates outputs and makes one launch (two if a second one adds up the s
 configuration that `select` would choose: for tests.
 """
 
-from dataclasses import replace
-from typing import Literal
-
 import torch
 
-from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.norm.planned import planned
-from stepgraph.kernels.norm.spec import FP8, Norm
+from stepgraph.kernels.norm.spec import Norm
 from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_kernel
 from stepgraph.kernels.norm.triton.config.limits import Config, Problem
@@ -24,15 +19,12 @@ from stepgraph.kernels.norm.triton.plans import Plan, form
 Tensor = torch.Tensor
 Optional = Tensor | None
 
-#: What a forward gives in addition to y: the cast of its rows with their scales, or the largest magnitudes of its rows.
-WithFp8 = Literal["cast", "amax"]
-
 
 def forward_plan(
-    norm: Norm, keep_h: bool, config: Config | None, with_fp8: WithFp8 | None,
+    norm: Norm, keep_h: bool, config: Config | None,
     x: Tensor, residual: Optional, weight: Optional, bias: Optional,
 ) -> Plan:  # fmt: skip
-    """(x, residual, weight, bias) -> [y, h, mean, rstd, scale, values]; the last two are None unless ``with_fp8``."""
+    """(x, residual, weight, bias) -> [y, h, mean, rstd]."""
     heads = plans.heads_of(weight)
     loads, stores = (x.element_size(),), (norm.out_dtype.itemsize,)
     if residual is not None:
@@ -48,12 +40,8 @@ def forward_plan(
     config = config or select(problem, hw)
     if config.programs and config.split == 1 and config.weight != "before":
         raise ValueError(f"weight={config.weight} is for programs of one step, not programs={config.programs}; use 0")
-    # The additional outputs change no sum: the tile is that of the plain norm, and so are the bits.
-    scaled = with_fp8 is not None
-    if scaled:  # the largest value of a row is known once its sum is: programs exchange twice
-        config = replace(config, exchange="wait")
     cover = plans.cover_of(problem, config, hw)
-    words = plans.share_words(problem, config, cover, scaled)
+    words = plans.share_words(problem, config, cover)
     numbers = (words, problem.M, *x_place.numbers, *r_place.numbers, float(norm.eps))
     constants = {
         "N": problem.N,
@@ -75,40 +63,19 @@ def forward_plan(
     if ahead:
         found = plans.launches_ahead(sums_kernel, forward_kernel, numbers, constants, cover.grid, config, hw)
     else:
-        rounds = 2 if scaled else 1
-        found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, rounds)
+        found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1)
     shape, rows = x.shape, x.shape[:-1]
     outputs = [
         form(shape, norm.out_dtype),
         None if residual is None else form(shape, residual.dtype, keep_h),
         form(rows, torch.float32, norm.kind == "layer"),
         form(rows, torch.float32),
-        form(rows, torch.float32, scaled),
-        form(shape, FP8, with_fp8 == "cast"),
     ]
     inputs = (x_place, r_place, weight, bias)
     words = words + (cover.groups + 1) // 2 if words else 0
     if ahead:  # a launch of its own writes the words: any memory serves for them
         return Plan(x.device, found, inputs, [*outputs, form((words,), torch.int64)])
     return Plan(x.device, found, inputs, outputs, words)
-
-
-def forward_cast(
-    norm: Norm, x: Tensor, weight: Optional, bias: Optional, residual: Optional, keep_h: bool, cast: bool,
-    *, config: Config | None = None,
-) -> tuple[Tensor, Optional, Optional, Tensor, Optional, Tensor]:  # fmt: skip
-    """``(y, h, mean, rstd, values, scale)`` as `stepgraph.kernels.norm.cast` says. Rows longer than a program of the
-    cast holds take the kernels of each by itself: registers are too few for both."""
-    apart = x.shape[-1] > cast_triton.LONGEST
-    options = norm, keep_h, config, None if apart else "cast" if cast else "amax"
-    inputs = x, residual, weight, bias
-    y, h, mean, rstd, scale, values, *_ = planned(forward_plan, options, *inputs).run(*inputs)
-    if not apart:
-        return y, h, mean, rstd, values, scale
-    if not cast:
-        return y, h, mean, rstd, None, y.abs().amax(-1).float()
-    values, scale, _, _ = cast_triton.launch_rows(y.view(-1, y.shape[-1]), FP8, True, False)
-    return y, h, mean, rstd, values.view(y.shape), scale.view(y.shape[:-1])
 
 
 def _add_launch(problem: Problem, slots: int) -> Launch:

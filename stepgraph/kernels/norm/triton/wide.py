@@ -17,7 +17,7 @@ With ``EXCHANGE`` "depend" the second begins, and reads its rows, while the firs
 before it collects (programmatic dependent launch); with "collect" it begins after it.
 
 Triton's interpreter runs programs one after another and would wait for ever. There a kernel is launched twice, with
-``EXCHANGE`` "publish", then "collect", and one word per step; three times if a second share depends on the first.
+``EXCHANGE`` "publish", then "collect", and one word per step.
 """
 
 import triton

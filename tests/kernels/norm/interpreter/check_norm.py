@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.fp8 import cast_triton
-from stepgraph.kernels.norm.spec import FP8, Norm
+from stepgraph.kernels.norm.spec import Norm
 from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.config.limits import Config
 from stepgraph.kernels.norm.triton.launch import INTERPRETED
@@ -125,30 +124,6 @@ def test_rows_that_begin_anywhere_within_16_bytes(kind, dtype, n, split):
         ("y", y, y64.detach(), n), ("dx", dx, x64.grad, n), ("dw", dw, w64.grad, m), ("db", db, b64.grad, m)
     ):  # fmt: skip
         close(name, got, want, terms)
-
-
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(
-    shape=shapes, kind=st.sampled_from(("rms", "layer")), dtype=st.sampled_from(DTYPES), out=st.sampled_from(DTYPES),
-    streams=st.booleans(), weighted=st.booleans(), cast=st.booleans(), config=configs(False, True, WEIGHTS),
-    layout=st.sampled_from(("slice of columns", "contiguous")),
-)  # fmt: skip
-def test_casts_beside_have_the_bits_of_those_apart(shape, kind, dtype, out, streams, weighted, cast, config, layout):
-    """And so have the norm's results: by the same configuration, whatever it is."""
-    x, residual = tensor(shape, dtype, layout, 0), tensor(shape, torch.float32, "contiguous", 1)
-    weight = tensor(shape[-1:], torch.float32, "contiguous", 2) if weighted else None
-    given = Norm(kind, EPS, 1.0, out), x, weight, weight, residual if streams else None, True
-    apart = triton_norm.forward(*given, config=config)
-    *beside, values, scale = triton_norm.forward_cast(*given, cast, config=config)
-    for mine, theirs in zip(beside, apart, strict=True):
-        assert mine is theirs is None or torch.equal(mine, theirs)
-    y = apart[0]
-    if not cast:
-        assert values is None and torch.equal(scale, y.abs().amax(-1).float())
-        return
-    q, right, _, _ = cast_triton.launch_rows(y.view(-1, shape[-1]), FP8, True, False)
-    assert torch.equal(values.view(torch.uint8), q.view(y.shape).view(torch.uint8))
-    assert torch.equal(scale, right.view(shape[:-1]))
 
 
 @pytest.mark.parametrize("programs", [1, 3, 4, 5, 17])
