@@ -144,9 +144,6 @@ record() {
       stepgraph bench model smollm3-3b --providers compile,liger,stepgraph --together 3 --json "$OUT/${GPU}_smollm3.json" ;;
     grouped) "$PYTHON" benchmarks/grouped.py --json "$OUT/${GPU}_grouped.json" ;;
     expert_swiglu) "$PYTHON" benchmarks/expert_swiglu.py --json "$OUT/${GPU}_expert_swiglu.json" ;;
-    16b4_grouped) # a step with torch's and with QuACK's grouped products, where quack-kernels is installed
-      step 16b4_grouped deepseek-v3-16b --model.n-layers 4 $B1 --precision bf16 --repeats 3 --together 2 \
-        --providers stepgraph-grouped-torch,stepgraph-grouped-quack ;;
     random_norms)
       norm rms_norm_random --op rms_norm --timing graph --providers ours,eager,quack,liger --shapes random
       norm layer_norm_random --op layer_norm --timing graph --providers ours,eager,quack,liger --shapes random ;;
@@ -179,7 +176,7 @@ record() {
 }
 
 ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
-ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor random_norms squares grouped expert_swiglu 16b4_grouped models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
+ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor random_norms squares grouped expert_swiglu models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
 TWO="1b_fsdp2 1b_fsdp2_muon 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_nccl 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"
 EIGHT="1b_fsdp8 1b_fsdp8_copies 8b_fsdp4_tp2 8b_fsdp8 8b_fsdp4_tp2_fp8 8b_fsdp8_fp8 16b_ep8 16b_ep8_balanced 8b_pp2_fsdp2_tp2"

@@ -213,9 +213,6 @@ class StepOptions:
     attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
     """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
 
-    grouped: Literal["torch", "quack", "auto"] = "auto"
-    """Products of experts' rows by torch's kernels, or QuACK's (pip install quack-kernels); auto: the faster ones."""
-
     epilogues: Literal["torch", "quack", "auto"] = "torch"
     """GELU and its gradient apart, or in QuACK's products (pip install quack-kernels); auto: where those were measured
     to be faster alone."""

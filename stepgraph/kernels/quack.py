@@ -1,15 +1,12 @@
 """Products by QuACK: the optional package ``quack-kernels``, which compiles them at their first call.
 
-    product:                `moe.grouped.grouped_mm`, rows past the last offset uninitialized
-    weight_product:         `moe.grouped.grouped_mm_weight`
     gelu_product:           `gelu.gelu_product`
     gelu_product_backward:  `gelu.gelu_product_backward`
 
 A product has one order of additions whatever runs at the same time, so it is deterministic.
-Source: the package's ``quack/gemm_interface.py`` and ``quack/epilogue/library.py``, read at 0.6.5. Groups are given by
-where each begins, the end of the last after them; ``tuned=False`` takes its default tiles, where tuning would time
-candidates inside a step. Products with GELU use ping-pong tiles of 128 x 128, within 6% of the best of nine for
-every size that was measured (`benchmarks/h200_epilogues.json`).
+Source: the package's ``quack/gemm_interface.py`` and ``quack/epilogue/library.py``, read at 0.6.5. ``tuned=False``
+times no candidates inside a step. Ping-pong tiles of 128 x 128 are within 6% of the best of nine for every size that
+was measured (`benchmarks/h200_epilogues.json`).
 """
 
 import functools
@@ -19,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 Tensor = torch.Tensor
 
@@ -51,26 +47,16 @@ def _package() -> ModuleType:
     return module
 
 
-def _found(option: str) -> ModuleType:
+def _found() -> ModuleType:
     why = unavailable()
     if why is not None:
-        raise ValueError(f"{why}: pip install quack-kernels, or choose {option}=torch")
+        raise ValueError(f"{why}: pip install quack-kernels, or choose epilogues=torch")
     return _package()
-
-
-def product(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """(R, F), rows past ``offsets[-1]`` uninitialized. ``rows`` contiguous, ``weight`` dense, both in bf16."""
-    return _found("grouped").gemm(rows, weight, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
-
-
-def weight_product(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
-    """(E, D, F), zeros for an expert without rows. ``rows`` and ``dy`` contiguous, in bf16."""
-    return _found("grouped").gemm(rows.t(), dy, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
 
 
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     """``x`` (M, K), ``weight`` (K, N) and ``bias`` (N,), both in any strides, in bf16."""
-    found = _found("epilogues")
+    found = _found()
     return found.gemm_act(
         dense(x), dense(weight), bias=bias, activation=_GELU[approximate], tuned=False, config=_tiles()
     )
@@ -78,7 +64,7 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: st
 
 def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """``dy`` (M, K), ``weight`` (K, N), both in any strides, and ``z`` (M, N), contiguous, in bf16."""
-    _found("epilogues")
+    _found()
     epilogue = importlib.import_module("quack.epilogue.library").dact_dbias_mod(_GELU[approximate])
     made = epilogue(dense(dy), dense(weight), z, config=_tiles())
     return made["D"], made["dwb"]

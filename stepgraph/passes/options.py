@@ -14,7 +14,6 @@ from stepgraph.passes.memory.policy import check_tiles, parse_policy
 _LEFT_BY_EXACT: dict[str, tuple[str, tuple[object, ...]]] = {
     "norm": ("leaves norms to eager", ("auto",)),
     "attention": ("leaves attention to eager", ("auto", "eager")),
-    "grouped": ("leaves products to torch", ("auto", "torch")),
     "epilogues": ("leaves products to torch", ("torch",)),
     "loss_chunks": ("leaves the loss to eager", ("auto", 1)),
     "inductor": ("compiles nothing", ("full", "off")),  # full is the default

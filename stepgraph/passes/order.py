@@ -29,7 +29,6 @@ ORDER = (
     "weight_experts",  # numerics: experts weighted before their last product
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "lora_experts",  # numerics: low-rank adapters of experts' weights as products of rows
-    "grouped_products",  # numerics: grouped products by QuACK
     "unread_rows",  # no zeros after experts' rows where nothing reads them
     "fp8_experts",  # numerics: products of experts' rows in fp8
     "exchange_fp8",  # numerics: experts' tokens travel in fp8

@@ -6,7 +6,6 @@ import torch
 import stepgraph
 from stepgraph.config.build import build_model
 from stepgraph.config.presets import PRESETS
-from stepgraph.kernels import quack
 from stepgraph.kernels.moe import (
     cast_packed_rows,
     cast_scaled_groups,
@@ -26,7 +25,6 @@ from stepgraph.kernels.moe import (
     swiglu_rows_cast_backward,
     swiglu_triton,
 )
-from stepgraph.kernels.moe.grouped import BACKENDS
 from stepgraph.kernels.moe.swiglu import backward_reference, reference, swiglu_rows_backward
 from stepgraph.models import next_token_loss
 from stepgraph.passes import StepOptions, chosen
@@ -145,19 +143,12 @@ def test_sort_of_many_slots(experts):
     assert torch.equal(counts.long(), torch.bincount(flat[used], minlength=experts))
 
 
-@pytest.fixture(params=BACKENDS)
-def kernel(request):
-    if request.param == "quack" and quack.unavailable() is not None:
-        pytest.skip(quack.unavailable())
-    return request.param
-
-
-def layer(x, weights, chosen, up, down, kernel):
+def layer(x, weights, chosen, up, down):
     """Experts of one layer, weighted."""
     order, places, counts = sort_by_expert(chosen, up.shape[0])
     offsets = counts.cumsum(0, dtype=torch.int32)
-    hidden = torch.nn.functional.silu(grouped_mm(gather_rows(x, order, places), up.mT, offsets, kernel))
-    return combine_rows(grouped_mm(hidden, down.mT, offsets, kernel), places, weights, order)
+    hidden = torch.nn.functional.silu(grouped_mm(gather_rows(x, order, places), up.mT, offsets))
+    return combine_rows(grouped_mm(hidden, down.mT, offsets), places, weights, order)
 
 
 def inputs(tokens=512, D=256, width=384, experts=16, slots=4, dtype=torch.bfloat16):
@@ -171,10 +162,10 @@ def inputs(tokens=512, D=256, width=384, experts=16, slots=4, dtype=torch.bfloat
     return x, weights.detach().float().requires_grad_(), chosen, up, down
 
 
-def test_layer_against_float64(kernel):
+def test_layer_against_float64():
     x, weights, chosen, up, down = inputs()
     wide = [t.detach().double().requires_grad_() for t in (x, weights, up, down)]
-    y, (X, W, U, D) = layer(x, weights, chosen, up, down, kernel), wide
+    y, (X, W, U, D) = layer(x, weights, chosen, up, down), wide
     total = 0
     for k in range(chosen.shape[1]):
         e = chosen[:, k].clamp(min=0)
@@ -188,15 +179,15 @@ def test_layer_against_float64(kernel):
         assert (found.double() - right).norm() <= 2e-2 * right.norm()
 
 
-def test_no_wait_and_the_same_every_time(kernel):
+def test_no_wait_and_the_same_every_time():
     x, weights, chosen, up, down = inputs()
     torch.cuda.synchronize()
     results = []
-    layer(x, weights, chosen, up, down, kernel).sum().backward()  # compiles
+    layer(x, weights, chosen, up, down).sum().backward()  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            y = layer(x, weights, chosen, up, down, kernel)
+            y = layer(x, weights, chosen, up, down)
             results.append((y, *torch.autograd.grad(y.float().square().sum(), [x, weights, up, down])))
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -204,21 +195,21 @@ def test_no_wait_and_the_same_every_time(kernel):
         assert all(map(torch.equal, results[0], other))
 
 
-def test_rows_past_the_end_are_zero(kernel):
+def test_rows_past_the_end_are_zero():
     offsets = torch.tensor([3, 3, 40], dtype=torch.int32, device="cuda")
     rows = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
     rows[40:] = torch.nan
     weight = torch.randn(3, 64, 72, device="cuda", dtype=torch.bfloat16)
     for _ in range(20):  # memory that was used before
         torch.full((100, 72), torch.nan, device="cuda", dtype=torch.bfloat16)
-        out = grouped_mm(rows, weight, offsets, kernel)
+        out = grouped_mm(rows, weight, offsets)
         assert not out[40:].any() and out[:40].isfinite().all()
         out[40:] = torch.nan
-        gradient = grouped_mm_weight(rows, out, offsets, kernel)
+        gradient = grouped_mm_weight(rows, out, offsets)
         assert gradient.isfinite().all() and not gradient[1].any()
 
 
-def test_a_layer_whose_rest_nothing_writes(kernel):
+def test_a_layer_whose_rest_nothing_writes():
     """A layer forward and backward in buffers of twice the rows in use, whose rest is NaN: the same bits as zeros."""
     R, D, width = 600, 64, 72
     offsets = torch.tensor([100, 100, 300], dtype=torch.int32, device="cuda")
@@ -230,13 +221,12 @@ def test_a_layer_whose_rest_nothing_writes(kernel):
             t[300:] = 0.0 if zero_rest else torch.nan
         torch.full((R, 2 * width), torch.nan, device="cuda", dtype=torch.bfloat16)  # memory that was used before
         torch.full((R, D), torch.nan, device="cuda", dtype=torch.bfloat16)
-        how = (kernel, zero_rest)
-        both = grouped_mm(x, gate_up.mT, offsets, *how)
+        both = grouped_mm(x, gate_up.mT, offsets, zero_rest)
         h = swiglu_rows(both, offsets, zero_rest)
-        y = grouped_mm(h, down.mT, offsets, *how)
-        dboth = swiglu_rows_backward(grouped_mm(dy, down, offsets, *how), both, offsets, zero_rest)
-        dx = grouped_mm(dboth, gate_up, offsets, *how)
-        weights = grouped_mm_weight(h, dy, offsets, kernel), grouped_mm_weight(x, dboth, offsets, kernel)
+        y = grouped_mm(h, down.mT, offsets, zero_rest)
+        dboth = swiglu_rows_backward(grouped_mm(dy, down, offsets, zero_rest), both, offsets, zero_rest)
+        dx = grouped_mm(dboth, gate_up, offsets, zero_rest)
+        weights = grouped_mm_weight(h, dy, offsets), grouped_mm_weight(x, dboth, offsets)
         assert all(w.isfinite().all() for w in weights)
         results.append((y[:300], dx[:300], *weights))
     assert all(map(torch.equal, *results))
@@ -298,43 +288,24 @@ def loss_fn(model, batch):
         return next_token_loss(model, batch)
 
 
-def trained(grouped, steps=6, **options):
+def trained(steps=6, **options):
     """(losses of ``steps``, of which the later ones are replayed; the reports by pass)."""
     model = build_model(PRESETS["deepseek-v3-debug"](), torch.device("cuda"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(256, (32, 257), generator=torch.Generator().manual_seed(3)).cuda()
     batches = [{"tokens": t[:, :-1].contiguous(), "targets": t[:, 1:].contiguous()} for t in (tokens, tokens.flip(1))]
     passes = [
-        p.with_options(unprofitable=True) if p.name == "fp8_experts" else p
-        for p in chosen(StepOptions(grouped=grouped, **options))
+        p.with_options(unprofitable=True) if p.name == "fp8_experts" else p for p in chosen(StepOptions(**options))
     ]
     step = stepgraph.capture(model, loss_fn, batches[0], optimizer, max_grad_norm=1.0, passes=passes)
     losses = [step(batches[i % 2]).clone() for i in range(steps)]
     return torch.stack(losses), {report.name: report for report in step.report}
 
 
-@pytest.mark.parametrize("grouped", ["quack", "auto"])
-def test_a_step_with_other_products(grouped):
-    """One CUDA graph, whose first step compiled the package's kernels; the losses are near torch's."""
-    if quack.unavailable() is not None:
-        pytest.skip(quack.unavailable())
-    expected, without = trained("torch")
-    losses, reports = trained(grouped)
-    report, recording = reports["grouped_products"], reports["cuda_graph"]
-    assert "grouped_products" not in without and recording.summary == "1 CUDA graph, 0 nodes on the host", (
-        recording.notes
-    )
-    # 8,192 tokens of 3 of 16 experts each: 1,536 rows per expert.
-    assert report.changed == report.matched > 0 or torch.cuda.get_device_capability() != (9, 0), report.notes
-    assert losses[4] < losses[0]
-    # bf16 rounds to 2^-9; a token near the border of two experts may go to another, which moves the loss by as little.
-    torch.testing.assert_close(losses, expected, rtol=1e-2, atol=1e-2)
-
-
 @hopper
 def test_a_step_with_experts_in_fp8():
-    expected, _ = trained("torch", fp8="rowwise")
-    losses, reports = trained("torch", fp8="rowwise", fp8_experts=True)
+    expected, _ = trained(fp8="rowwise")
+    losses, reports = trained(fp8="rowwise", fp8_experts=True)
     report = reports["fp8_experts"]
     assert report.changed == report.matched > 0, report.notes
     assert reports["exchange_fp8"].changed > 0, reports["exchange_fp8"].notes

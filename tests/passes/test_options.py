@@ -9,7 +9,7 @@ from stepgraph.passes.options import check_step
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("norm", "kernel"), ("attention", "flash2"), ("grouped", "quack"), ("epilogues", "auto"), ("loss_chunks", 2)),
+        *(("norm", "kernel"), ("attention", "flash2"), ("epilogues", "auto"), ("loss_chunks", 2)),
         *(("inductor", "regional"), ("tiles", 2), ("fp8", "rowwise"), ("async_tp", True), ("copy_engines", True)),
     ],
 )

@@ -5,7 +5,7 @@
 
 Rows past the last offset belong to no expert: nothing reads them, and they are zero in the result, or hold anything
 where the pass `unread_rows` found that nothing reads them there either. In bf16 on a GPU of compute capability 9 or 10
-the products are torch's own or QuACK's, whose results are uninitialized there.
+the products are torch's own, whose results are uninitialized there.
 """
 
 from typing import Any
@@ -14,15 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from stepgraph.errors import unknown_name
 from stepgraph.kernels import quack
 from stepgraph.kernels.ahead import launching
 from stepgraph.kernels.operator import operator
 
 Tensor = torch.Tensor
-
-#: Whose product runs on such a GPU. ``quack``: the optional package ``quack-kernels`` (see `quack`).
-BACKENDS = ("torch", "quack")
 
 
 def on_device(x: Tensor) -> bool:
@@ -51,8 +47,7 @@ def weight_reference(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _check(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", _: bool = True) -> None:
-    _check_backend(backend)
+def _check(rows: Tensor, weight: Tensor, offsets: Tensor, _: bool = True) -> None:
     right = rows.ndim == 2 and weight.ndim == 3 and rows.shape[1] == weight.shape[1] and rows.dtype == weight.dtype
     if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.shape == weight.shape[:1]):
         raise ValueError(
@@ -62,8 +57,7 @@ def _check(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch"
     _check_widths(rows, *weight.shape[1:])
 
 
-def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> None:
-    _check_backend(backend)
+def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor) -> None:
     right = rows.ndim == dy.ndim == 2 and rows.shape[0] == dy.shape[0] and rows.dtype == dy.dtype
     if not (right and rows.is_floating_point() and offsets.dtype == torch.int32 and offsets.ndim == 1):
         raise ValueError(
@@ -71,11 +65,6 @@ def _check_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "tor
             "(R, D), dy (R, F) of the same floating dtype, offsets int32 (E,): pass what grouped_mm got"
         )
     _check_widths(rows, rows.shape[1], dy.shape[1])
-
-
-def _check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise unknown_name("backend of grouped products", backend, BACKENDS)
 
 
 def _check_widths(rows: Tensor, inner: int, outer: int) -> None:
@@ -91,32 +80,27 @@ def _form(x: Tensor) -> str:
 
 
 @operator(lambda rows, weight, *_: rows.new_empty(rows.shape[0], weight.shape[2]), check=_check)
-def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """Multiply the rows of each expert with its matrix.
 
     Args:
         rows: (R, D), sorted by expert; fp32, bf16 or fp16, on a CPU fp64 too.
         weight: (E, D, F), the dtype of ``rows``, in any strides: ``stored.mT`` for parameters of (E, F, D).
         offsets: (E,) int32, the end of each expert's rows: ``counts.cumsum(0, dtype=torch.int32)``.
-        backend: one of `BACKENDS`.
         zero_rest: False leaves rows past ``offsets[-1]`` as they are in memory.
 
     Returns:
         (R, F), contiguous, in the dtype of ``rows``; rows past ``offsets[-1]`` are zero, and so is their gradient.
 
-    Raises ``ValueError`` for other shapes and dtypes, and on a GPU where the backend's package is missing. In bf16 on a
-    GPU of compute capability 9 or 10 D and F must be multiples of 8, and the host does not wait for the GPU; elsewhere
-    it waits for the offsets, and the reference is what runs.
+    Raises ``ValueError`` for other shapes and dtypes. In bf16 on a GPU of compute capability 9 or 10 D and F must be
+    multiples of 8, and the host does not wait for the GPU; elsewhere it waits for the offsets, and the reference is
+    what runs.
     """
     if not rows.numel() or not weight.numel():
         return rows.new_zeros(rows.shape[0], weight.shape[2])
     if not on_device(rows):
         return reference(rows, weight, offsets, zero_rest)
-    if backend == "quack":
-        with torch.cuda.device(rows.device):
-            out = quack.product(quack.dense(rows).contiguous(), quack.dense(weight), offsets)
-    else:
-        out = F.grouped_mm(quack.dense(rows), quack.dense(weight), offs=offsets).contiguous()
+    out = F.grouped_mm(quack.dense(rows), quack.dense(weight), offs=offsets).contiguous()
     return _zero_past(out, offsets) if zero_rest else out
 
 
@@ -128,7 +112,7 @@ def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
 
 
 @launching("grouped_mm")
-def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch", zero_rest: bool = True) -> Tensor:
+def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
     """What `grouped_mm` launches in addition to the product, which needs addresses."""
     if not zero_rest or not rows.numel() or not weight.numel() or not on_device(rows):
         return rows
@@ -138,14 +122,13 @@ def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, backend: str = "torch
 @operator(
     lambda rows, dy, offsets, *_: rows.new_empty(offsets.shape[0], rows.shape[1], dy.shape[1]), check=_check_weight
 )
-def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = "torch") -> Tensor:
+def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """The gradient of the matrices of `grouped_mm`.
 
     Args:
         rows: (R, D), what `grouped_mm` got; fp32, bf16 or fp16, on a CPU fp64 too.
         dy: (R, F), the gradient of what it gave, in the same dtype.
         offsets: (E,) int32, the end of each expert's rows.
-        backend: one of `BACKENDS`.
 
     Returns:
         (E, D, F), contiguous, in the dtype of ``rows``; zeros for an expert without rows.
@@ -156,39 +139,35 @@ def grouped_mm_weight(rows: Tensor, dy: Tensor, offsets: Tensor, backend: str = 
         return rows.new_zeros(offsets.shape[0], rows.shape[1], dy.shape[1])
     if not on_device(rows):
         return weight_reference(rows, dy, offsets)
-    if backend == "quack":
-        with torch.cuda.device(rows.device):
-            return quack.weight_product(quack.dense(rows).contiguous(), quack.dense(dy).contiguous(), offsets)
     return F.grouped_mm(quack.dense(rows).t(), quack.dense(dy), offs=offsets).contiguous()
 
 
-# Gradients, by the backend of what they are gradients of
+# Gradients
 
 
 def _save(ctx: Any, inputs: tuple, output: Any) -> None:
-    *tensors, ctx.backend = inputs[:4]
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs[:3])
 
 
 def _gradient(ctx, grad):
     rows, weight, offsets = ctx.saved_tensors
     need_rows, need_weight, *_ = ctx.needs_input_grad
-    drows = grouped_mm(grad, weight.mT, offsets, ctx.backend) if need_rows else None
-    return drows, _weight_gradient(rows, weight, grad, offsets, ctx.backend) if need_weight else None, None, None, None
+    drows = grouped_mm(grad, weight.mT, offsets) if need_rows else None
+    return drows, _weight_gradient(rows, weight, grad, offsets) if need_weight else None, None, None
 
 
-def _weight_gradient(rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor, backend: str) -> Tensor:
+def _weight_gradient(rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """The gradient of ``weight``, laid out in memory as that is: a transposed parameter gets it without a copy."""
     if weight.stride(1) == 1 and weight.stride(2) != 1:
-        return grouped_mm_weight(grad, rows, offsets, backend).mT
-    return grouped_mm_weight(rows, grad, offsets, backend)
+        return grouped_mm_weight(grad, rows, offsets).mT
+    return grouped_mm_weight(rows, grad, offsets)
 
 
 def _gradient_of_gradient(ctx, grad):
     rows, dy, offsets = ctx.saved_tensors
     need_rows, need_dy, *_ = ctx.needs_input_grad
-    drows = grouped_mm(dy, grad.mT, offsets, ctx.backend) if need_rows else None
-    return drows, grouped_mm(rows, grad, offsets, ctx.backend) if need_dy else None, None, None
+    drows = grouped_mm(dy, grad.mT, offsets) if need_rows else None
+    return drows, grouped_mm(rows, grad, offsets) if need_dy else None, None
 
 
 grouped_mm.register_autograd(_gradient, setup_context=_save)

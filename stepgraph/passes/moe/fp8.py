@@ -60,7 +60,7 @@ class ExpertFp8Options:
     "fp8_experts",
     "numerics",
     options=ExpertFp8Options(),
-    after=("expert_swiglu", "grouped_products", "unread_rows"),
+    after=("expert_swiglu", "unread_rows"),
     from_options=lambda options: (
         {"weight_gradients": options.fp8 != "rowwise-bf16-weight-gradients", "skip": options.fp8_skip}
         if options.fp8_experts

@@ -37,7 +37,7 @@ _WRITERS = (*(target for target in _ROWS if target is not ours.grouped_mm_weight
 _BACK, _ENDS = 1, 2
 
 
-@register("unread_rows", "exact", after=("expert_swiglu", "grouped_products"))
+@register("unread_rows", "exact", after=("expert_swiglu",))
 def unread_rows(step: StepGraph, options: object, report: PassReport) -> None:
     """Leave rows of experts' buffers that no token fills unwritten, where nothing reads them."""
     for target in _WRITERS:

@@ -5,9 +5,14 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
+from stepgraph.capture import StepGraph
 from stepgraph.graph.provenance import Provenance, set_provenance
+from stepgraph.graph.step_graph import InputSpec
+from stepgraph.graph.values import Metric, Parameter
 from stepgraph.kernels.fp8 import cast_scaled_rows
 from stepgraph.kernels.moe import (
     cast_packed_rows,
@@ -18,10 +23,29 @@ from stepgraph.kernels.moe import (
 )
 from stepgraph.passes import StepOptions, chosen, get, run_passes
 from stepgraph.passes.contract import Target
-from tests.passes.moe.test_products import products
 
 E4M3 = torch.float8_e4m3fn
 ours = torch.ops.stepgraph
+PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)
+
+
+def products(dtype=torch.bfloat16, R=64, D=16, F=24):
+    """A step of a grouped product and both its gradients, on a fake GPU, with 4 experts."""
+
+    def program(rows, weight, offsets):
+        y = ours.grouped_mm(rows, weight.mT, offsets)
+        return y, ours.grouped_mm(y, weight, offsets), ours.grouped_mm_weight(y, rows, offsets)
+
+    with FakeTensorMode():
+        rows = torch.empty(R, D, dtype=dtype, device="cuda")
+        weight = torch.empty(4, F, D, dtype=dtype, device="cuda")
+        module = make_fx(program)(rows, weight, torch.empty(4, dtype=torch.int32, device="cuda"))
+    for node in (
+        n for n in module.graph.nodes if n.target in (ours.grouped_mm.default, ours.grouped_mm_weight.default)
+    ):
+        set_provenance(node, Provenance("layers.0.moe", "forward", "model.py:1"))
+    inputs = [InputSpec(Parameter(name)) for name in ("rows", "weight", "offsets")]
+    return StepGraph(module, inputs, [Metric(str(i)) for i in range(3)])
 
 
 class Product(torch.autograd.Function):
