@@ -35,6 +35,10 @@ class Slot:
     places: list[tuple[dict, str]] = field(default_factory=list)
     asked: bool = False
     """Whether forward has asked for its gradient, of which there is none."""
+    triangle: tuple[float, float] | None = None
+    """What `triangle_of` gives for it, where graphs make it of that instead of reading it."""
+    version: int = 0
+    """The tensor's own when that was last compared."""
 
     @property
     def path(self) -> str:
@@ -145,6 +149,21 @@ def put_back(model: nn.Module, slots: list[Slot]) -> None:
             module._parameters[key] = module._buffers.pop(key)
 
 
+def triangle_of(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """(the value on and below the diagonal, the other value above it) of ``tensor`` (1, ..., T, T), such as a causal
+    mask; None for a tensor that is not of two such values."""
+    size = tensor.shape[-1] if tensor.ndim > 1 else 0
+    if size < 2 or tensor.numel() != size * size or tensor.shape[-2] != size:
+        return None
+    if tensor.is_inference() or not tensor.is_contiguous() or tensor.dtype.is_complex:
+        return None
+    square = tensor.detach().reshape(size, size)
+    low, high = square[-1, 0], square[0, -1]
+    seen = torch.ones_like(square, dtype=torch.bool).tril()
+    is_triangle = low != high and torch.equal(square, torch.where(seen, low, high))
+    return (low.item(), high.item()) if is_triangle else None
+
+
 class Watch:
     """Notices that the user replaced a tensor that a captured step is bound to.
 
@@ -165,6 +184,7 @@ class Watch:
         self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
         self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
         self._asked = [slot.tensor for slot in slots if slot.asked]
+        self._triangles = [slot for slot in slots if slot.triangle is not None]
         self._seen = self._look()
 
     def _look(self) -> tuple:
@@ -201,6 +221,14 @@ class Watch:
         self._versions = versions
         return self._alike_counts() != self._alike
 
+    def _sees_triangle(self) -> bool:
+        for slot in self._triangles:
+            if slot.version != slot.tensor._version:
+                if triangle_of(slot.tensor) != slot.triangle:
+                    return True
+                slot.version = slot.tensor._version
+        return False
+
     def sees_change(self) -> bool:
         """Whether the step must be bound, and so captured, again."""
         if not all(map(is_, map(dict.get, self._holders, self._keys), self._held)):
@@ -208,7 +236,9 @@ class Watch:
         states = self._state_dicts()
         if not _are(states, self._states) or not _are(self._state_entries(), self._entries):
             return True
-        return not _are(self._parameters(), self._groups) or self._sees_counts_part() or self._look() != self._seen
+        if not _are(self._parameters(), self._groups) or self._sees_counts_part() or self._look() != self._seen:
+            return True
+        return self._sees_triangle()
 
 
 def _are(now: list, before: list) -> bool:

@@ -34,6 +34,7 @@ from stepgraph.capture.python.watched import Watched
 from stepgraph.capture.recorder import RunAgain
 from stepgraph.capture.state import OutsideError, Slot, TrainsError, Wrapping, swapped
 from stepgraph.capture.step_trace import LossFn, StepTrace
+from stepgraph.capture.triangles import write_out_triangles
 from stepgraph.errors import CaptureError, TraceError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
@@ -193,6 +194,8 @@ def _traced(attempt: Callable[..., StepTrace]) -> Traced:
     passing = [change for change in trace.changes if change.of_model and fake_inside(change.new)]
     watched = trace.reads.watched([*moving, *passing])
     checks.refuse_unseen(watched.unseen, trace.exact)
+    if not trace.exact and trace.share is None:
+        write_out_triangles(program, trace.slots)
     found = program, trace.landing, trace.slots, watched, trace.conditions.grow
     trace.batch_reads.close()
     checks.check_alike(trace.batch_reads.hold(flatten_batch(trace.batch)[0], trace.accumulate), trace.accumulate)

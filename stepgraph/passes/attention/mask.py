@@ -25,8 +25,11 @@ _LEAST = torch.finfo(torch.float16).min
 _AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
 _VIEWS = (aten.expand.default, aten.unsqueeze.default)
 
-#: Elements of a mask, and of what it is made from, above which it is not evaluated: 16k x 16k.
+#: Elements of a mask in memory, and of what it is made from, above which it is not evaluated: 16k x 16k.
 MAX_ELEMENTS = 2**28
+
+#: The same for a mask of each head, as ALiBi's: hardly ever a band, and on one core 2**28 elements take a minute.
+_MAX_OF_HEADS = 2**24
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,10 @@ class Masks:
         for found in inputs.values():
             if isinstance(found, str):
                 return found
-        if value.numel() > MAX_ELEMENTS:
-            return f"its mask has {value.numel():,} elements, more than {MAX_ELEMENTS:,}"
+        sizes = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
+        most = _MAX_OF_HEADS if len(sizes) > 2 and sizes[-3] > 1 and min(sizes[-2:]) > 1 else MAX_ELEMENTS
+        if math.prod(sizes) > most:
+            return f"its mask has {math.prod(sizes):,} elements, more than {most:,}"
         args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
         if "device" in kwargs:
             kwargs = kwargs | {

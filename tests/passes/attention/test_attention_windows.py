@@ -237,3 +237,15 @@ def test_a_mask_that_is_written_to_stays():
 
     (report,) = run_passes(attention_graph(make_mask), [PASS])
     assert report.changed == 0 and "written to" in report.notes[0]
+
+
+def test_a_large_mask_of_each_head_is_not_evaluated(monkeypatch):
+    monkeypatch.setattr("stepgraph.passes.attention.mask._MAX_OF_HEADS", 5000)
+    (report,) = run_passes(attention_graph(sliding), [PASS])
+    assert report.changed == 2  # one for all heads, of 48 x 48 elements in memory
+
+    def of_heads(q, padding):
+        return distances(q) < torch.arange(q.shape[1], device=q.device)[:, None, None]
+
+    (report,) = run_passes(attention_graph(of_heads), [PASS])
+    assert report.changed == 0 and "9,216 elements, more than 5,000" in report.notes[0]
