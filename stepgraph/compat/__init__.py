@@ -17,6 +17,8 @@ from stepgraph.compat.compiler import (
     await_compile_workers,
     compile_threads,
     end_compile_workers,
+    end_forked_workers,
+    fork_compile_workers,
     import_inductor,
     inductor,
     inductor_artifact,

@@ -185,6 +185,24 @@ def await_compile_workers(limit_s: int = 30) -> None:
             AsyncCompile.wait_pool_ready(timeout=limit_s)
 
 
+def fork_compile_workers(count: int) -> None:
+    """Let ``count`` forks of this process compile its Triton kernels, from now on: there at once, unlike the processes
+    of `start_compile_workers`, but not for a process that runs threads or has a context of its GPU."""
+    from torch._inductor import async_compile, config
+
+    config.compile_threads, config.worker_start_method = count, "fork"
+    async_compile.AsyncCompile.wait_pool_ready()
+
+
+def end_forked_workers() -> None:
+    """Kill the processes of `fork_compile_workers`, which would outlive this one by a minute."""
+    from torch._inductor import async_compile
+
+    for pool in async_compile._pool_set:
+        for process in list(pool._processes.values()):
+            process.kill()
+
+
 def end_compile_workers() -> None:
     """End the processes in which Inductor compiles, whatever they do; torch would wait for them at the end of this
     process. The next compilation starts others."""

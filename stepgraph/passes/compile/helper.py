@@ -21,6 +21,8 @@ from stepgraph.passes.compile.helpers import Request  # and, as all passes are, 
 
 #: Seconds for which one waits for a request: a capture that fails, or that finds its step saved, has none.
 _PATIENCE_S = 300
+#: Forks of each helper that compile its kernels: a piece of a transformer's block has about ten.
+_FORKS = 4
 
 
 def main(*numbers: int) -> NoReturn:
@@ -54,13 +56,17 @@ def serve(connection: Connection) -> None:
         request: Request = connection.recv()
     except EOFError:  # nobody asks any more
         return
+    same = compat.take_inductor_settings(request.settings, request.threads)
+    if same and request.device is not None:
+        compat.fork_compile_workers(_FORKS)
     refused = _without_device(request.device)
-    if not compat.take_inductor_settings(request.settings, request.threads):
+    if not same:
         refused = "Inductor has other settings there"
     elif request.place is not None and not _named(*request.place, request.groups):
         refused = "process groups have other names there"
     for piece in request.pieces:
         connection.send(refused or _compiled(piece))
+    compat.end_forked_workers()
 
 
 def _without_device(device: int | None) -> str | None:

@@ -11,8 +11,8 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Hashable, Iterator, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -27,9 +27,8 @@ Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
 Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
 
-#: A rank starts no more. Each takes a context of its GPU while it compiles, half a GB. With four cores each they take
-#: none from the trace.
-_MOST, _CORES_OF_EACH = 4, 4
+#: A rank starts no more. Each takes a context of its GPU while it compiles, half a GB.
+_MOST, _CORES_OF_EACH = 8, 2
 #: Seconds for which this process waits for a piece (one that takes longer is compiled here), and for a killed helper to
 #: end: the driver can take long to free its context, and other ranks may already wait for this one in a collective.
 _LIMIT_S, _END_S = 120, 2
@@ -53,8 +52,8 @@ class Team(Child):
     this process does."""
 
     def __init__(self, count: int) -> None:
-        # Kernels are compiled by the helpers: Inductor's pool would take as long to start as it has to do. CUDA, which
-        # torch would begin to use while it is imported, works in no fork of a process that uses it.
+        # Kernels are compiled by forks of the helpers: Inductor's pool would take as long to start as it has to do.
+        # CUDA, which torch would begin to use while it is imported, works in no fork of a process that uses it.
         settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, count, **settings)
         self._ready = False
@@ -66,10 +65,15 @@ class Team(Child):
                 self._ready = self.connection.recv()
         return self._ready
 
+    def answered(self, connections: list[Connection]) -> Sequence[Any]:
+        """The first of these helpers to have compiled their next piece, or ended; all if none has in time."""
+        closed = [connection for connection in connections if connection.closed]
+        return closed or wait(connections, _LIMIT_S) or connections
+
     def answer(self, connection: Connection) -> str | None:
-        """Wait for a helper's next piece: why it did not compile that, or None."""
+        """Why a helper of `answered` did not compile its next piece, or None."""
         try:
-            if connection.poll(_LIMIT_S):
+            if connection.poll():
                 return connection.recv()
         except (EOFError, OSError):  # closed here, too
             return "the process that was to compile it has ended"
@@ -126,14 +130,14 @@ class Helpers:
 
     def share(self, work: Work) -> Iterator[Key]:
         """The pieces in the order in which to compile or load them here: the first ones until helpers are ready, then
-        those of this process, then the helpers', each when it is done."""
+        those of this process, then the helpers' as they are done."""
         while work and self._team is not None and not self._team.ready():
             first, *rest = work
             yield first
             work = {key: work[key] for key in rest}
         helpers = self._team.connections if work and self._team is not None else []
         mine, *shares = _shares(work, len(helpers) + 1)
-        given: list[tuple[Connection, list[Key]]] = []
+        given: dict[Connection, list[Key]] = {}
         for helper, keys in zip(helpers, shares, strict=True):
             packed = {}
             for key in keys:
@@ -145,13 +149,15 @@ class Helpers:
             if packed:
                 with contextlib.suppress(ConnectionError):
                     helper.send(_request(work, list(packed.values())))
-                given.append((helper, list(packed)))
+                given[helper] = list(packed)
         yield from mine
-        for helper, keys in given:
-            for key in keys:
+        while given:
+            for helper in [*given] if self._team is None else self._team.answered([*given]):
                 if self._team is not None:
                     self._noted(self._team.answer(helper))
-                yield key
+                yield given[helper].pop(0)
+                if not given[helper]:
+                    del given[helper]
 
     def _noted(self, reason: str | None) -> None:
         if reason is None:

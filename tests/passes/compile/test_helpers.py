@@ -34,6 +34,9 @@ class Answering(list):
         self.not_ready -= 1
         return self.not_ready < 0
 
+    def answered(self, helpers):
+        return helpers[:1]
+
     def answer(self, helper):
         return self.answers.pop(0) if self.answers else "it has ended"
 
@@ -154,8 +157,9 @@ def test_a_process_that_gives_no_answer_is_not_waited_for(script, limit, reason,
     monkeypatch.setattr(helpers, "_LIMIT_S", limit)
     team = helpers.Team(1)
     try:
-        assert team.answer(team.connection) == reason
-        assert team.answer(team.connection) == "the process that was to compile it has ended"  # at once
+        assert team.answered(team.connections) == team.connections and team.answer(team.connection) == reason
+        assert team.answered(team.connections) == team.connections  # at once
+        assert team.answer(team.connection) == "the process that was to compile it has ended"
     finally:
         team.end()
 
@@ -209,7 +213,11 @@ def test_helpers_are_forks_that_end_one_by_one_and_together(monkeypatch):
     for connection in team.connections:
         connection.send("request")
     one.send("end")
-    assert team.answer(one) == "the process that was to compile it has ended" and not other.poll()
+    assert (
+        team.answered([one]) == [one]
+        and team.answer(one) == "the process that was to compile it has ended"
+        and not other.poll()
+    )
     last.send("sleep")
     began = time.monotonic()
     team.end()
@@ -220,12 +228,12 @@ def test_helpers_are_forks_that_end_one_by_one_and_together(monkeypatch):
 @pytest.mark.parametrize(
     "ranks, there, met, count",
     [
-        (1, None, False, 4),
-        (2, None, True, 4),
-        (8, "8", True, 1),
-        (8, "8", False, 1),
-        (8, "2", True, 4),
-        (16, None, True, 0),
+        (1, None, False, 8),
+        (2, None, True, 8),
+        (8, "8", True, 3),
+        (8, "8", False, 3),
+        (8, "2", True, 8),
+        (32, None, True, 0),
     ],
 )
 def test_ranks_of_a_machine_share_its_cores_before_they_meet_too(ranks, there, met, count, monkeypatch):
