@@ -32,7 +32,7 @@ def inductor_compile(
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
-    from torch._inductor import config, cpu_vec_isa, graph, standalone_compile
+    from torch._inductor import config, cpu_vec_isa, graph, lowering, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
@@ -45,6 +45,7 @@ def inductor_compile(
             kernels_together(),
             replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
             replaced(graph, get_layout_constraint_tag=functools.partial(_layout, graph.get_layout_constraint_tag)),
+            replaced(lowering, mutate_to=functools.partial(_mutate, lowering.mutate_to)),
             replaced(
                 cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
             ),
@@ -75,6 +76,17 @@ def _layout(tag_of: Callable[..., Any], operator: torch._ops.OpOverload, *, with
     tag = tag_of(operator, with_default=with_default)
     free = tag == torch.Tag.flexible_layout and tag not in operator.tags and not operator._schema.is_mutable
     return torch.Tag.needs_contiguous_strides if free else tag
+
+
+def _mutate(mutate_to: Callable[..., Any], changed: Any, value: Any, **kwargs: Any) -> Any:
+    """Inductor's lowering of writes in place, where ``value`` may be a view that reads what changes: of
+    ``x[1:] = x[:-1].clone()`` torch (2.11 to 2.15) makes one loop that reads elements that it has written."""
+    from torch._inductor import ir
+
+    is_view = isinstance(value, ir.TensorBox) and isinstance(value.data, ir.BaseView)
+    if is_view and changed.get_name() in value.get_read_names():
+        value = ir.ExternKernel.copy_input(value)
+    return mutate_to(changed, value, **kwargs)
 
 
 def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:

@@ -31,9 +31,14 @@ _COMES_FROM = re.compile(r"\s*# (?:Topologically Sorted )?Source Nodes: \[([^\]]
 _LONGEST = 20_000  # letters of one kernel that are kept
 
 
-def _compile(*args: Any) -> Callable[[list[Any]], Sequence[Any]]:
+def _compile(
+    piece: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], *mode: Any
+) -> Callable[[list[Any]], Sequence[Any]]:
+    from stepgraph.inductor.read_first import ReadFirst  # imports Inductor, which takes seconds
+
     compat.lower_as_buffer(ours.concat.default)
-    return compat.inductor_compile(*args)
+    before = compat.inductor_passes(compat.inductor().config.post_grad_custom_post_pass)
+    return compat.inductor_compile(piece, inputs, config | {"post_grad_custom_post_pass": ReadFirst(before)}, *mode)
 
 
 @dataclass
