@@ -3,8 +3,8 @@
     a = gelu(z)                          ->  a = gelu_rows(z)
     dz = gelu_backward(da, z), dz.sum(0)  ->  dz, db = gelu_rows_backward(da, z)
 
-Matches large GELUs that only products read, and gradients of GELU that products make and that only products and sums
-over all rows read: a compiler would fuse other neighbours with them.
+Matches large GELUs, also those written out (see `gelu_formula`), that only products read, and gradients of GELU that
+products make and that only products and sums over all rows read: a compiler would fuse other neighbours with them.
 Tier numerics: GELU to within a rounding of fp32, and sums of what is not rounded yet. Preconditions: 16 bits on a GPU.
 Runs after `product_epilogues`, which can take them into the products.
 Source: as `stepgraph.kernels.gelu_rows`.
@@ -21,6 +21,7 @@ from stepgraph.graph.facts import argument, behind_reshapes, only_user
 from stepgraph.kernels import gelu_rows  # noqa: F401  (defines operators of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.matmul.epilogues import feeds_products, replace_sums, sums_of_rows
+from stepgraph.passes.matmul.gelu_formula import name_gelus
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
@@ -36,17 +37,20 @@ class GeluOptions:
 @register("gelu_kernels", "numerics", options=GeluOptions(), after=("product_epilogues", "fuse_norm"), needs_cuda=True)
 def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> None:
     """Run GELU between products, and its gradient with the bias's, by our kernels."""
+
+    def able(value: torch.Tensor) -> bool:
+        return value.dtype in options.dtypes and value.numel() >= options.least and value.ndim > 1
+
     sums = 0
+    name_gelus(step, able)
     for target in (aten.gelu.default, aten.gelu_backward.default):
         for node in step.calling(target):
             report.matched += 1
-            value = node.meta["val"]
-            able = value.dtype in options.dtypes and value.numel() >= options.least and value.ndim > 1
-            able = able and all(n.meta["val"].is_contiguous() for n in (node, *node.all_input_nodes))
-            if able and target is aten.gelu.default and feeds_products(node):
+            fits = able(node.meta["val"]) and all(n.meta["val"].is_contiguous() for n in (node, *node.all_input_nodes))
+            if fits and target is aten.gelu.default and feeds_products(node):
                 z, approximate = node.args[0], argument(node, "approximate")
                 replace_node(node, Builder(node, before=node)(ours.gelu_rows.default, z, approximate))
-            elif able and target is not aten.gelu.default and (found := _sums(node)) is not None:
+            elif fits and target is not aten.gelu.default and (found := _sums(node)) is not None:
                 _rewrite_backward(node, found)
                 sums += len(found)
             else:
