@@ -2,8 +2,8 @@
 
 Where a buffer holds one value on and below its diagonal and another one above, the graph makes it of these two instead
 of reading it: passes then see that attention is causal, and kernels load no mask. `Watch` looks at such a buffer again
-once it is written in place, and the step is captured again if it is no longer the same triangle. Not in exact steps:
-``buffer.data`` can be written without a trace.
+once it is written in place, and the step is captured again if it is no longer the same triangle. ``buffer.data`` can be
+written without a trace, so the graph also compares the two, and raises where they differ. Not in exact steps.
 """
 
 from collections import Counter
@@ -37,7 +37,9 @@ def write_out_triangles(program: StepProgram, slots: Sequence[Slot]) -> None:
             slot.triangle = triangle_of(slot.tensor)
             if slot.triangle is not None:
                 slot.version = slot.tensor._version
-                node.replace_all_uses_with(_made(node, *slot.triangle))
+                made = _made(node, *slot.triangle)
+                node.replace_all_uses_with(made)
+                _compare(node, made, slot.name)
 
 
 def _made(node: fx.Node, low: float, high: float) -> fx.Node:
@@ -53,3 +55,10 @@ def _made(node: fx.Node, low: float, high: float) -> fx.Node:
     else:
         triangle = build(aten.ge.Tensor if low else aten.lt.Tensor, rows, places)
     return build.view(triangle, value.shape)
+
+
+def _compare(node: fx.Node, made: fx.Node, name: str) -> None:
+    build = Builder(made, after=made)
+    same = build(aten.all.default, build(aten.eq.Tensor, node, made))
+    message = f"the buffer {name} was changed by .data, which a captured step does not see: change it in place"
+    build(aten._assert_async.msg, same, message)
