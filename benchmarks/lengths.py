@@ -2,7 +2,7 @@
 of its own with an empty cache on disk.
 
 Every provider trains the same Qwen3 (random weights) on the same batches, by AdamW with clipping. ``padded``: the
-batches are padded to the few lengths that `choose_lengths` gives. Writes ``lengths.json`` beside this file.
+batches are padded to a few lengths. Writes ``lengths.json`` beside this file.
 
     python benchmarks/lengths.py [--device cuda] [--layers 4] [--lengths 40] [--json FILE] [--providers NAME ...]
 """
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 import stepgraph
 from stepgraph.config.environment import environment
-from stepgraph.integrations import PadToLengths, choose_lengths
+from stepgraph.integrations import PadToLengths
 
 #: Name -> (what runs the step, whether batches are padded to few lengths).
 PROVIDERS: dict[str, tuple[str, bool]] = {
@@ -97,7 +97,10 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, options.count)
     data = batches(options)
     sizes = [batch["input_ids"].shape[1] for batch in data]
-    lengths = choose_lengths(sizes, options.count, multiple_of=8)
+    # Each serves as many of the sizes as the others, in multiples of 8.
+    ordered = sorted(sizes)
+    ends = [ordered[len(ordered) * (i + 1) // options.count - 1] for i in range(options.count)]
+    lengths = tuple(dict.fromkeys(-(-end // 8) * 8 for end in ends))
     if padded:
         data = [PadToLengths(lengths, causal=True)(batch) for batch in data]
     data = [{key: value.to(options.device) for key, value in batch.items()} for batch in data]

@@ -81,7 +81,7 @@ without() { # OPTIONS WORD ...: WORDS are the words without these options and th
 }
 
 plot() { # FILE
-  [ $MODE != measure ] || stepgraph bench report "$OUT/${GPU}_$1.json" --plot "$OUT/${GPU}_$1.png"
+  [ $MODE != measure ] || "$PYTHON" benchmarks/plot.py "$OUT/${GPU}_$1.json" "$OUT/${GPU}_$1.png"
 }
 
 record() {

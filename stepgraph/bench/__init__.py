@@ -16,7 +16,7 @@ names:
                                      and Liger; see stepgraph bench model --help
   norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, next to other
                                      packages' kernels; see stepgraph bench norm --help
-  report FILE.json ... [--plot PNG]  recorded measurements as Markdown tables and as a chart
+  report FILE.json ...  recorded measurements as Markdown tables
 """
 
 

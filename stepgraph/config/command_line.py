@@ -338,13 +338,6 @@ def require_folder(path: Path | None, option: str = "json") -> None:
         raise ValueError(f"{option}={path} cannot be written: give a file in a folder that can be")
 
 
-def require_chart(path: Path | None) -> None:
-    """Raises ValueError, before anything is measured, if the chart that ``--plot`` names could not be written."""
-    require_folder(path, "plot")
-    if path is not None and path.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"plot={path}: a chart is a .png, .pdf or .svg file; give it such a name")
-
-
 def make_folder(path: Path | None, option: str) -> None:
     """Make the folder that ``option`` names. Raises ValueError where that cannot be."""
     try:

@@ -25,9 +25,6 @@ class PlanOptions(ForecastOptions):
     json: Path | None = None
     """Write everything to this file: memory block by block, and every collective."""
 
-    plot: Path | None = None
-    """With pp, draw the schedule, ranks by time, into this .png, .pdf or .svg file."""
-
 
 @dataclass(frozen=True)
 class InspectOptions(ForecastOptions):
@@ -197,9 +194,6 @@ class NormBench(DeviceOptions, RecordFile):
 @dataclass(frozen=True)
 class ReportOptions:
     """Show what stepgraph bench step, train, model or norm recorded with --json."""
-
-    plot: Path | None = None
-    """Also draw them, as a PNG, into this file: step times, tokens or images a second, or percent of copy bandwidth."""
 
 
 #: What forecasts take of a run, besides its model.

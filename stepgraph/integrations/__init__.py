@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from stepgraph.integrations.lengths import PadToLengths, choose_lengths
+from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.integrations.packing import PackToBudget, attend_within_documents
 
-__all__ = ["GraphStep", "GraphTrainer", "PackToBudget", "PadToLengths", "attend_within_documents", "choose_lengths"]
+__all__ = ["GraphStep", "GraphTrainer", "PackToBudget", "PadToLengths", "attend_within_documents"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ class PadToLengths:
     Give it to a ``DataLoader`` as ``collate_fn``, to a ``Trainer`` as ``data_collator``, or call it on a batch.
 
     Args:
-        lengths: the lengths that batches may have; `choose_lengths` finds good ones.
+        lengths: the lengths that batches may have.
         collate: what makes a batch of examples; None: what is given is a batch already.
         causal: the model lets no token see a later one (GPT, Llama, Qwen). Then a batch needs no attention mask, and
             one that hides padding on the right alone is left out, because attention is faster without; that of TRL's
@@ -155,36 +155,3 @@ def _is_spare(batch: dict[str, Any]) -> bool:
         return False
     on_the_right = bool((mask[:, 1:] <= mask[:, :-1]).all())
     return on_the_right and bool((targets[mask == 0] == IGNORED).all())
-
-
-def choose_lengths(
-    lengths: Sequence[int], count: int = 4, *, batch_size: int = 1, multiple_of: int = 64
-) -> tuple[int, ...]:
-    """At most ``count`` lengths that pad the fewest tokens.
-
-    Args:
-        lengths: the lengths of some examples, in tokens.
-        count: how many to choose; each is a capture and a compilation.
-        batch_size: examples that are drawn at random into one batch, which is as long as its longest.
-        multiple_of: each is a multiple of this.
-
-    The last one holds the longest example. Exact, by dynamic programming over multiples of ``multiple_of``: the cost of
-    a choice is the expected length of a padded batch.
-    """
-    if not lengths or min(lengths) < 1 or min(count, batch_size, multiple_of) < 1:
-        given = (
-            f"{len(lengths)} lengths, the least {min(lengths, default=None)}, {count=}, {batch_size=}, {multiple_of=}"
-        )
-        raise ValueError(f"choose_lengths: {given}; give one length or more, and nothing below 1")
-    steps = sorted(-(-n // multiple_of) for n in lengths)
-    sizes = sorted(set(steps))
-    ends = [bisect_left(steps, size + 1) / len(steps) for size in sizes]
-    below = [0.0, *(share**batch_size for share in ends)]  # the share of batches no longer than each size
-    # best[j]: (cost, choice) of the batches no longer than sizes[j - 1], of which the last chosen is that.
-    best = [(0.0, ()), *((size * share, (size,)) for size, share in zip(sizes, below[1:], strict=True))]
-    for _ in range(count - 1):
-        best = [best[0]] + [
-            min((best[i][0] + size * (below[j] - below[i]), best[i][1] + (size,)) for i in range(j))
-            for j, size in enumerate(sizes, 1)
-        ]
-    return tuple(size * multiple_of for size in best[-1][1])

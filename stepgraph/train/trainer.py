@@ -106,7 +106,7 @@ WARMUP_STEPS = 2
 #: Seconds that ranks have at least to begin.
 MEETING_S = 60.0
 #: What a person opens first.
-_RECORDS = ("page.html", "loss.png", "passes.txt", "summary.json", "metrics.jsonl", "tb/")
+_RECORDS = ("page.html", "passes.txt", "summary.json", "metrics.jsonl", "tb/")
 
 
 def run(config: TrainConfig) -> int:
@@ -597,15 +597,11 @@ class Run:
                 program, profile = self.captured and self.captured.program, self.profile and self.profile.result
                 self.page.finish(program, summary, profile, self.bubble.measured)
 
-        def draw() -> None:
-            if self.last_loss is not None:
-                self.folder.draw_loss(self.unigram)
-
         def claimed() -> None:
             if status == "finished" and export is not None and self.speaks:
                 (export / CLAIM).unlink(missing_ok=True)
 
-        for write in (lambda: self.folder.write_summary(summary), claimed, show, draw, self.folder.close):
+        for write in (lambda: self.folder.write_summary(summary), claimed, show, self.folder.close):
             with self.failures.noted(Exception):
                 write()
         if status == "finished":

@@ -1,16 +1,13 @@
 """Batches padded to a few lengths: the loss and gradients of the batch as it was, few captures, least padding."""
 
 import copy
-import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import stepgraph
-from stepgraph.integrations import GraphTrainer, PadToLengths, choose_lengths
+from stepgraph.integrations import GraphTrainer, PadToLengths
 from stepgraph.lower.lengths import NOT_TRACED
 
 transformers = pytest.importorskip("transformers")
@@ -191,31 +188,6 @@ def test_lengths_that_cannot_be(lengths):
         PadToLengths(lengths)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.sampled_from([1, 3, 8]),
-)
-def test_no_other_choice_pads_fewer_tokens(lengths, count, batch_size, multiple):
-    """Against every choice of multiples, over every batch of ``batch_size`` draws with repetition."""
-    chosen = choose_lengths(lengths, count, batch_size=batch_size, multiple_of=multiple)
-    longest = [max(draw) for draw in itertools.product(lengths, repeat=batch_size)] if len(lengths) < 7 else None
-    if longest is None:
-        batch_size, longest = 1, lengths
-        chosen = choose_lengths(lengths, count, multiple_of=multiple)
-
-    def tokens(choice):
-        return sum(min(n for n in choice if n >= length) for length in longest)
-
-    top = -(-max(lengths) // multiple) * multiple
-    sizes = sorted({-(-n // multiple) * multiple for n in lengths} - {top})
-    choices = [(*c, top) for k in range(min(count, len(sizes) + 1)) for c in itertools.combinations(sizes, k)]
-    assert len(chosen) <= count and chosen[-1] == top and all(n % multiple == 0 for n in chosen)
-    assert tokens(chosen) == min(map(tokens, choices))
-
-
 @pytest.mark.slow
 def test_any_length_in_trainer(tmp_path):
     """Batches of many lengths, with masks and accumulation: trained as by Trainer, and most lengths are not traced."""
@@ -304,10 +276,3 @@ def test_graph_trainer_beside_the_plain_trainer_without_padding(tmp_path):
     assert len(trainer.captured._forms) == 2
     for ours, plain in zip(*reversed(logs), strict=True):
         assert ours == pytest.approx(plain, rel=1e-4)
-
-
-def test_a_choice_of_nothing_says_what_was_given():
-    with pytest.raises(ValueError, match="2 lengths, the least 3, count=0, batch_size=1, multiple_of=64; give one"):
-        choose_lengths([3, 4], 0)
-    with pytest.raises(ValueError, match="0 lengths, the least None, count=4"):
-        choose_lengths([])

@@ -63,7 +63,7 @@ def test_what_a_run_prints_in_order(finished):
         r"\nstep 5 \| val_loss \d\.\d{4}\n",
         r"\nstep 10 \| val_loss \d\.\d{4}\n",
         r"done: 12 steps in \S+; validation loss \d\.\d{4}, [^\n]* context-free model \(\d\.\d{4}\)[^\n]*\n",
-        rf"records in {re.escape(str(folder))}: page\.html, loss\.png, ",
+        rf"records in {re.escape(str(folder))}: page\.html, ",
         rf"stepgraph sample {re.escape(str(folder))} --prompt ",
         rf"stepgraph export {re.escape(str(folder))} --out FOLDER\n",
         rf"stepgraph train --resume {re.escape(str(folder))} --steps 24\n",
@@ -76,7 +76,7 @@ def test_what_a_run_prints_in_order(finished):
 def test_what_a_run_leaves_behind(finished, trainer):
     folder, printed = finished
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("checkpoints", "config.json", "environment.json", "graph.txt", "graphs", "lock", "loss.png", "metrics.jsonl"),
+        *("checkpoints", "config.json", "environment.json", "graph.txt", "graphs", "lock", "metrics.jsonl"),
         *("page.html", "passes.json", "passes.txt", "summary.json", "tb"),
     ]
     summary = trainer.summary(folder)
@@ -94,7 +94,6 @@ def test_what_a_run_leaves_behind(finished, trainer):
     config = TrainConfig.from_json((folder / "config.json").read_text())
     assert config == cli.parse_train(trainer.arguments("--out", folder, "--dump-graphs")[1:])
     assert json.loads((folder / "environment.json").read_text())["torch_threads"] == 1
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert trainer.checkpoints(folder) == ["step-00000004", "step-00000008", "step-00000012"]
     assert [step for step, _ in trainer.metrics(folder, "val_loss")] == [5, 10, 12]
 

@@ -107,7 +107,7 @@ def test_sigterm_ends_a_run_cleanly_after_a_save(trainer, whole, tmp_path, monke
     assert process.returncode == 0 and (summary["status"], summary["error"]) == ("interrupted", None)
     assert f"SIGTERM: stopping after step {step}; continue with --resume {folder}\n" in rest
     assert 5 <= step < 24 and trainer.checkpoints(folder)[-1] == f"step-{step:08d}"
-    assert "Traceback" not in rest and (folder / "loss.png").exists()
+    assert "Traceback" not in rest and (folder / "page.html").exists()
     assert trainer.resume(folder) == 0
     assert_went_on(trainer, whole, folder)
 
@@ -288,10 +288,9 @@ def test_records_and_export_of_a_run_killed_after_its_last_checkpoint_are_writte
     folder, hf = tmp_path / "run", tmp_path / "hf"
     shutil.copytree(whole, folder)
     (folder / "summary.json").unlink()
-    (folder / "loss.png").unlink()
     assert trainer.resume(folder) == 0
     assert_went_on(trainer, whole, folder)
-    assert (folder / "loss.png").exists()
+    assert (folder / "summary.json").exists()
     assert trainer.resume(folder, "--export-hf", hf) == 0 and (hf / "model.safetensors").exists()
 
 

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from stepgraph.config.build import chosen_chunks
-from stepgraph.config.command_line import first_word, parse, require_chart, require_folder
+from stepgraph.config.command_line import first_word, parse, require_folder
 from stepgraph.config.commands import FORECAST, PlanOptions
-from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.memory import KINDS
@@ -29,7 +28,6 @@ from stepgraph.inspect.forecast.tables import (
     time_text,
 )
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
-from stepgraph.passes import Target
 from stepgraph.passes.waiting import Waiting
 
 
@@ -52,26 +50,15 @@ def main(argv: list[str]) -> int:
         raise ValueError("plan needs a mesh: add --mesh fsdp=8, for example")
     config = with_microbatches(config, words)
     require_folder(options.json)
-    require_chart(options.plot)
     config.validate()
     gpu = GPUS[options.gpu]
-    if options.plot is not None and config.mesh_spec.pp == 1:
-        raise ValueError(
-            f"--plot draws the schedule of a pipeline and mesh {config.mesh_spec} has none: add pp=2 to --mesh, or "
-            "leave --plot out"
-        )
     check_imbalance(options.imbalance, config.mesh_spec)
-    refuse_idle(config, words, Target.forecast(gpu))
     console = new_console()
     pipelined = config.mesh_spec.pp > 1
     with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):
         result = (forecast_pipeline if pipelined else forecast)(config, gpu, options.imbalance)
     if pipelined:
         show_pipeline(result, console)
-        if options.plot is not None:
-            from stepgraph.inspect.forecast.plot import schedule_figure  # matplotlib is slow to load
-
-            schedule_figure(result).savefig(options.plot)
     else:
         show(result, console)
     if options.json is not None:

@@ -1,1 +1,1 @@
-"""What a run records: metrics, summary, loss curve, progress line."""
+"""What a run records: metrics, summary, progress line."""

@@ -171,13 +171,6 @@ class RunFolder:
         if not self._rewinds:
             write_json(self.path / "summary.json", dataclasses.asdict(summary))
 
-    def draw_loss(self, unigram_entropy: float | None) -> None:
-        """Draws ``loss.png`` from the metrics so far; ``unigram_entropy`` in nats per token."""
-        os.environ["MPLBACKEND"] = "agg"  # read when matplotlib is imported, which fails for one that is not known
-        from stepgraph.train.records.plot import loss_curve  # matplotlib is slow to load, and needed only at the end
-
-        loss_curve(read_metrics(self._metrics_file), self.path / "loss.png", unigram_entropy)
-
     def close(self) -> None:
         """Flushes and closes the metrics, and frees the run for another process. Raises OSError for a full disk."""
         with self._lock, self._metrics:
@@ -199,7 +192,7 @@ class SilentFolder:
         pass
 
     settle = write_config = write = write_summary = _nothing
-    log = draw_loss = close = _nothing
+    log = close = _nothing
 
 
 def died_early(run: Path) -> bool:

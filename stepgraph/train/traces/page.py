@@ -13,7 +13,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs import links
 from stepgraph.costs.hardware import ASSUMED, GPUS, known_gpu
 from stepgraph.graph.program import StepProgram
-from stepgraph.graph.step_graph import Call, Kind
+from stepgraph.graph.step_graph import Call
 from stepgraph.inspect.account.account import account_of, spans_of
 from stepgraph.inspect.account.page import PAGE, write_page
 from stepgraph.parallel.pipeline.timeline import PipelineTime, Span, aligned
@@ -22,8 +22,6 @@ from stepgraph.run.spans import Spans
 from stepgraph.step import CapturedStep
 from stepgraph.train.records.folder import Summary, read_metrics
 
-#: The chart of a pipeline's schedule in a run folder.
-SCHEDULE = "schedule.png"
 #: Points of a curve on the page, at most.
 _POINTS = 300
 
@@ -70,24 +68,6 @@ class RunPage:
         if pipeline is not None and timed is not None:
             pipeline["measured"] = {"spans": spans_of(timed), "ns": round(timed.seconds * 1e9)}
         self._save(lambda: self.account | {"curves": curves(read_metrics(self.path.with_name("metrics.jsonl")))})
-        if pipeline is not None and timed is not None:
-            self._draw(pipeline, timed)
-
-    def _draw(self, pipeline: dict[str, Any], timed: PipelineTime) -> None:
-        spans = [
-            Span(rank, Call(Kind(kind), stage, microbatch), start / 1e9, end / 1e9)
-            for rank, kind, stage, microbatch, start, end in pipeline["spans"]
-        ]
-        times = {
-            f"forecast for {self.account['head']['gpu']}": PipelineTime(spans, timed.ranks),
-            f"measured on {self.account['head']['device']}, the median step": timed,
-        }
-        try:
-            from stepgraph.inspect.forecast.plot import measured_figure  # matplotlib is slow to load
-
-            measured_figure(self.config, times).savefig(self.path.with_name(SCHEDULE))
-        except Exception as failure:  # nor is a chart
-            self.say(f"warning: {SCHEDULE} could not be drawn: {type(failure).__name__}: {failure}")
 
     def _account(self, program: StepProgram) -> dict[str, Any]:
         groups = {}

@@ -120,15 +120,13 @@ def test_a_provider_that_hangs_ends_and_says_where_it_waits(record):
 
 
 @pytest.mark.slow
-def test_a_provider_that_is_not_there_is_said_aloud(record, tmp_path, capsys):
+def test_a_provider_that_is_not_there_is_said_aloud(record, capsys):
     assert rows_of(record)["torchtitan"]["unavailable"]
-    png = tmp_path / "train.png"
-    assert bench.main(["report", str(record[2]), "--plot", str(png)]) == 0
+    assert bench.main(["report", str(record[2])]) == 0
     shown = capsys.readouterr().out
     assert "### llama3-debug, fsdp=2, batch 2 x 32 per data-parallel rank, fp32" in shown
     assert "- breaks failed: rank 1: RuntimeError" in shown and "- torchtitan: " in shown
     assert shown.rstrip().splitlines()[-1].startswith("stepgraph / torchtitan: no ratio: torchtitan: ")
-    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.long

@@ -55,17 +55,15 @@ def test_a_run_leaves_its_files(tmp_path):
         folder.log(step, loss=5.0 - step, grad_norm=1.0, mfu=None)
     folder.log(4, val_loss=1.5)
     folder.write_summary(summary())
-    folder.draw_loss(3.2)
     folder.close()
 
     assert sorted(path.name for path in folder.path.iterdir()) == [
-        *("config.json", "environment.json", "graph.txt", "lock", "loss.png", "metrics.jsonl"),
+        *("config.json", "environment.json", "graph.txt", "lock", "metrics.jsonl"),
         *("passes.json", "passes.txt", "summary.json", "tb"),
     ]
     assert TrainConfig.from_json((folder.path / "config.json").read_text()) == TrainConfig()
     assert json.loads((folder.path / "passes.json").read_text())[0]["name"] == "clean-up"
     assert json.loads((folder.path / "summary.json").read_text())["val_loss_nats"] == 2.5
-    assert (folder.path / "loss.png").read_bytes().startswith(b"\x89PNG")
     events = EventAccumulator(str(folder.path / "tb")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 4), (2, 3), (3, 2), (4, 1)]
     assert [(event.step, event.value) for event in events.Scalars("val/loss")] == [(4, 1.5)]
@@ -137,7 +135,6 @@ def test_json_stays_strict_when_a_loss_is_not_finite(tmp_path):
     folder = RunFolder(tmp_path)
     folder.log(1, loss=math.nan, grad_norm=math.inf)
     folder.write_summary(summary(status="failed", train_loss_nats=math.nan, error="loss is nan at step 1"))
-    folder.draw_loss(None)
     folder.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None}]
     written = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)

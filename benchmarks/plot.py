@@ -1,5 +1,9 @@
-"""Measurements as charts: bars of providers, and each norm's share of the speed of a copy, shape by shape."""
+"""Draws the pictures of this folder: bars of providers, and each norm's share of the speed of a copy, shape by shape.
 
+python benchmarks/plot.py FILE.json ... PNG       # records of one benchmark; needs matplotlib
+"""
+
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -9,8 +13,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from stepgraph.bench.model.table import ratios
 from stepgraph.bench.norm.results import OURS, Comparison, NormRow, comparisons
-from stepgraph.bench.rows import where
+from stepgraph.bench.results import kind_of, read
+from stepgraph.bench.rows import Row, best_compile, title, where
+from stepgraph.bench.train.results import OURS as STEPGRAPH
+from stepgraph.bench.train.results import PEER, TrainRow, ratio
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 OURS_COLOR, _PEER, _EAGER = "#2f6fb5", "#a9b8c9", "#cfd6de"
@@ -167,3 +175,59 @@ def _lines(axes: Axes, shapes: Sequence[Comparison], providers: Sequence[str]) -
     axes.set_ylabel("% of copy", color=INK)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     axes.grid(axis="y", color=GRID, linewidth=0.8)
+
+
+def _step_text(row: Row, rows: Sequence[Row]) -> str:
+    best = best_compile(rows)
+    ours = row.provider.startswith("stepgraph") and best is not None
+    return f"{row.step_ms:.4g} ms" + (f"   {best.step_ms / row.step_ms:.2f}x torch.compile" if ours else "")
+
+
+def _train_text(row: TrainRow, rows: Sequence[TrainRow]) -> str:
+    used = "" if row.mfu is None else f"   MFU {row.mfu:.1%}"
+    times = ratio(rows) if row.provider == STEPGRAPH else None
+    return f"{row.tokens_per_s_per_gpu:,.0f}{used}" + ("" if times is None else f"   {times:.2f}x {PEER}")
+
+
+def _model_text(row: Row, rows: Sequence[Row]) -> str:
+    against = ratios(row.model, rows)
+    times = against.speed if row.provider == STEPGRAPH else None
+    return f"{row.per_s:,.0f}" + ("" if times is None else f"   {times:.2f}x {against.best}")
+
+
+#: The `Bars` of each benchmark.
+_BARS = {
+    "step": Bars("ms per training step, shorter is faster", lambda row, ms: ms, _step_text),
+    "train": Bars(
+        "tokens per second and device, longer is faster",
+        lambda row, ms: row.tokens_per_s_per_gpu * row.step_ms / ms,
+        _train_text,
+    ),
+    "model": Bars(
+        "tokens (ViT: images) per second, longer is faster",
+        lambda row, ms: row.per_s * row.step_ms / ms,
+        _model_text,
+    ),
+}
+
+
+def main(words: list[str]) -> None:
+    """``words``: the records, and the picture to write."""
+    *files, png = map(Path, words)
+    records = [read(file) for file in files]
+    kinds = {kind_of(settings) for _, settings, _ in records}
+    if len(kinds) != 1:
+        raise SystemExit("give the records of one benchmark, then the picture")
+    (kind,) = kinds
+    if kind == "norm":
+        return norm_chart(records, png)
+    panels = [
+        (title(model, settings), where(env, settings), [row for row in rows if row.model == model])
+        for env, settings, rows in records
+        for model in settings["models"]
+    ]
+    return bar_chart(panels, _BARS[kind], png)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
