@@ -228,7 +228,8 @@ class Regions:
             return None
         values, results = node.meta["val"], use.result
         pairs = zip(values, results, strict=True) if isinstance(values, (list, tuple)) else [(values, results)]
-        return use if all(rows == SUM or self.tokens.fit(value.shape, rows) for value, rows in pairs) else None
+        made = [(value, rows) for value, rows in pairs if value is not None]  # a gradient that nothing asks for is None
+        return use if all(rows == SUM or self.tokens.fit(value.shape, rows) for value, rows in made) else None
 
     def _close(self, region: Region | None) -> None:
         if region is None or not any(node.target in _PRODUCTS for node in region.uses):
