@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--steps", type=int, default=12, help="timed steps")
-    parser.add_argument("--inductor", default="full", choices=("full", "off"), help="of stepgraph")
+    parser.add_argument("--inductor", default="full", choices=("full", "regional", "off"), help="of stepgraph")
     parser.add_argument("--memory", default="none", help="the memory policy of stepgraph")
     parser.add_argument("--checkpointing", action="store_true", help="the other providers checkpoint each layer")
     parser.add_argument("--products", action="store_true", help="also measure what the pass lora replaces")

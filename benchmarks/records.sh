@@ -97,6 +97,7 @@ record() {
     rms_norm_inductor) # max-autotune: 50 seconds a shape
       norm rms_norm_inductor --op rms_norm --timing both --providers ours,eager,compile,compile-max-autotune,liger \
         --shapes "$TUNED_SHAPES" ;;
+    regional) "$PYTHON" benchmarks/regional.py llama3-8b --json "$OUT/h200_regional.json" ;;
     guard) "$PYTHON" benchmarks/guard.py --blocks 11 13 24 --json "$OUT/h200_guard.json" ;; # those whose kernels spill
     golf)
       step golf golf --providers eager,compile,compile-max-autotune,stepgraph --steps 16
@@ -174,7 +175,7 @@ record() {
   esac
 }
 
-ONE_GPU="rms_norm layer_norm compiled_norms guard golf golf_rules golf_scaled golf_norms"
+ONE_GPU="rms_norm layer_norm compiled_norms regional guard golf golf_rules golf_scaled golf_norms"
 ONE_GPU+=" llama3-1b_norms 1b_fsdp1 llama3-1b rms_norm_inductor random_norms squares grouped expert_swiglu models_3b warm_start save_stall fp8 golf_fa4 fp8_curve"
 TWO="1b_fsdp2 1b_fsdp2_muon 1b_fsdp2_copies 8b_fsdp2 8b_fsdp2_reshard 8b_fsdp2_fp8 16b10_ep2 16b10_ep2_nccl 16b10_ep2_balanced 1b_pp2 8b_pp2 8b_pp2_symmetric"
 FOUR="1b_fsdp4 1b_fsdp4_copies 8b_fsdp2_tp2 8b_fsdp2_tp2_nccl 8b_fsdp2_tp2_fp8 16b_ep4 16b_ep4_balanced 8b_pp4 8b_pp2_fsdp2"

@@ -199,8 +199,8 @@ class StepOptions:
     offload_optimizer: bool = False
     """Keep the optimizer's state in page-locked host memory, and update parameters in parts of about a GiB of state."""
 
-    inductor: Literal["full", "off"] = "full"
-    """full: compile the graph with Inductor, up to a minute; off: nothing."""
+    inductor: Literal["full", "regional", "off"] = "full"
+    """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
 
     any_length: bool = False
     """Serve batches of any length: only the first is compiled, by kernels that may be slower than for one length, and
@@ -254,6 +254,12 @@ class StepOptions:
     def compiles_all(self) -> bool:
         """Whether Inductor compiles the whole graph."""
         return self.inductor == "full" and self.passes == "default" and "inductor" not in self.disable_pass
+
+    @property
+    def compiles_attention(self) -> bool:
+        """Whether Inductor compiles FlexAttention: within the whole graph, or as a region."""
+        needed = {"inductor", "tag_regions"} if self.inductor == "regional" else {"inductor"}
+        return self.inductor != "off" and self.passes == "default" and not needed & set(self.disable_pass)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from stepgraph.compat.compiler import (
     inductor_compile,
     inductor_load,
     inductor_mixed_config,
+    inductor_options,
     inductor_passes,
     inductor_settings,
     inductor_source,

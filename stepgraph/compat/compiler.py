@@ -244,6 +244,13 @@ def triton_cache(device: int) -> str:
     return os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device))
 
 
+def inductor_options() -> set[str]:
+    """Names of the options that `inductor_compile` takes."""
+    from torch import _inductor
+
+    return set(_inductor.list_options())
+
+
 def inductor_settings() -> tuple[Any, ...]:
     """What decides, in addition to a graph and its options, what Inductor makes of it."""
     from torch._inductor import config

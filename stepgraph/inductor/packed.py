@@ -150,7 +150,7 @@ def read_graph(unpacker: Unpacker, target: Callable[[Packed], Any]) -> fx.Graph:
 
 
 def pack(piece: fx.GraphModule, options: dict[str, Any]) -> bytes:
-    """``piece``, as `stepgraph.inductor.pieces` extracts it, with its ``options``. Raises `NotSavable`."""
+    """``piece``, as `stepgraph.inductor.regional` extracts it, with its ``options``. Raises `NotSavable`."""
 
     def packed(node: fx.Node) -> Packed:
         if node.op == "get_attr":

@@ -43,11 +43,11 @@ def check_step(options: StepOptions, *, tp: int | None = None, dp_shard: int | N
         value = getattr(options, name)
         if options.passes == "exact" and value not in without_effect:
             raise ValueError(f"{name}={value} with passes=exact, which {left}: drop one of them")
-    if options.attention == "flex" and not options.compiles_all:
+    if options.attention == "flex" and not options.compiles_attention:
         why = "inductor=off" if options.inductor == "off" else f"disable_pass={','.join(options.disable_pass)}"
         raise ValueError(
             f"attention=flex with {why}: FlexAttention's kernels are Inductor's; allowed then: attention=auto, "
-            "cudnn, flash2, fa4 or eager: choose one, or inductor=full"
+            "cudnn, flash2, fa4 or eager: choose one, or inductor=regional"
         )
     if options.norm == "inductor" and options.inductor == "off":
         raise ValueError("norm=inductor with inductor=off; allowed then: norm=auto, kernel or eager")

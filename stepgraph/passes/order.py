@@ -65,6 +65,7 @@ ORDER = (
     "concat_in_place",  # concatenations whose parts Inductor writes where they lie
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms
+    "tag_regions",  # what regional Inductor compiles
     "rematerialize",  # what a compiler's kernels carry from forward to backward
     "inductor",  # numerics: forward, backward and update as fused kernels
     "cuda_graph",  # the whole step as one launch

@@ -23,7 +23,7 @@ from stepgraph.graph.facts import is_launch
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
-from stepgraph.inductor.pieces import nodes_of
+from stepgraph.inductor.regional import nodes_of
 from stepgraph.kernels import offload
 from stepgraph.kernels.comm.copy_collectives import join, under_way
 from stepgraph.kernels.comm.exchange import Session

@@ -13,13 +13,13 @@ from stepgraph.passes import configured
 from tests.gpu.test_attention_gpu import BF16, DEVICE, Attend, captured, dy_for, hopper, near_to_fp64
 
 SHAPES = [  # heads of queries and keys, widths, causal, dtype
+    ((8, 2), (64, 64), True, BF16, "regional"),
     ((8, 2), (64, 64), True, BF16, "full"),
-    ((8, 2), (64, 64), True, BF16, "full"),
-    ((6, 2), (96, 96), True, BF16, "full"),
-    ((4, 4), (128, 128), False, torch.float16, "full"),
-    ((4, 4), (192, 128), True, BF16, "full"),
-    ((4, 2), (256, 256), True, BF16, "full"),
-    ((4, 4), (64, 64), True, torch.float32, "full"),  # torch takes grouped heads in fp32 apart
+    ((6, 2), (96, 96), True, BF16, "regional"),
+    ((4, 4), (128, 128), False, torch.float16, "regional"),
+    ((4, 4), (192, 128), True, BF16, "regional"),
+    ((4, 2), (256, 256), True, BF16, "regional"),
+    ((4, 4), (64, 64), True, torch.float32, "regional"),  # torch takes grouped heads in fp32 apart
 ]
 
 
@@ -36,7 +36,7 @@ def test_backward_repeats_itself(T, heads):
     model = Attend(2, T, heads, (64, 64), True)
     batch, found = dy_for(model), []
     for _ in range(2):
-        step, report = captured(model, batch, "flex", inductor="full")
+        step, report = captured(model, batch, "flex", inductor="regional")
         assert any("flex: backward repeats itself bit for bit" in note for note in report.notes)
         for _ in range(4):
             model.zero_grad(set_to_none=True)
@@ -80,10 +80,10 @@ def documents(T, lengths):
 
 
 MASKS = [
-    ("window", BF16, "full"),
+    ("window", BF16, "regional"),
+    ("documents", BF16, "regional"),
     ("documents", BF16, "full"),
-    ("documents", BF16, "full"),
-    ("documents", torch.float32, "full"),
+    ("documents", torch.float32, "regional"),
 ]
 
 
@@ -161,7 +161,7 @@ def test_times_of_masks(kind, T, capsys):
     model, times = Masked(kind, 128, BF16), {}
     for name, disable in (("flex", ()), ("mask", ("attention", "attention_windows"))):
         attention = "flex" if name == "flex" else "auto"
-        passes = configured(attention=attention, inductor="full", disable_pass=disable)
+        passes = configured(attention=attention, inductor="regional", disable_pass=disable)
         step = stepgraph.capture(copy.deepcopy(model), masked_loss, batch, passes=passes)
         times[name] = step_ms(step, batch)
     text = ", ".join(f"{name} {ms:.2f} ms" for name, ms in times.items())

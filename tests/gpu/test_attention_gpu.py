@@ -290,7 +290,7 @@ def batch_of(seed=0):
     [
         *itertools.product(("auto", *EAGER, "eager"), ["off"], ("none", "full")),
         *itertools.product(BACKENDS, ["full"], ["none"]),
-        ("flex", "full", "full"),
+        *itertools.product(["flex"], ["regional"], ("none", "full")),
     ],
 )
 def test_a_llama_step(backend, inductor, memory):

@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.inductor.pieces import WRITTEN, write_arguments
+from stepgraph.inductor.regional import WRITTEN, write_arguments
 
 aten = torch.ops.aten
 
@@ -83,7 +83,7 @@ def test_patterns_ignore_no_argument_that_counts():
             seen.add(pair)
             if pair not in known:
                 unknown[pair] = handler
-    assert not unknown, "write the argument in stepgraph/inductor/pieces.py, or say why it is harmless"
+    assert not unknown, "write the argument in stepgraph/inductor/regional.py, or say why it is harmless"
     assert (aten.sum, "dtype") in seen  # the walk finds patterns
 
 

@@ -9,6 +9,7 @@ from stepgraph.costs.hardware import GPUS
 from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inductor.library import kernels_of
 from stepgraph.inspect.account.graph import graph_account
+from stepgraph.passes import get
 
 TRITON = """r\"\"\"
 Tuning program:
@@ -63,7 +64,7 @@ def test_there_may_be_none():
 @pytest.mark.slow
 def test_a_graph_says_what_inductor_generated_for_each_of_its_nodes():
     batch = torch.randn(8, 16)
-    passes = ["fuse_norm", "inductor"]
+    passes = ["fuse_norm", "tag_regions", get("inductor", mode="regional")]
     model = nn.Sequential(nn.RMSNorm(16), nn.RMSNorm(16))
     step = stepgraph.capture(model, lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     found = graph_account(step.graph, Call(Kind.STEP), 1, GPUS["h200"], {}, fused=True, ran=True)

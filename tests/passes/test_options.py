@@ -10,7 +10,7 @@ from stepgraph.passes.options import check_step
     ("name", "value"),
     [
         *(("norm", "kernel"), ("attention", "flash2"), ("epilogues", "auto"), ("loss_chunks", 2)),
-        *(("tiles", 2), ("fp8", "rowwise"), ("async_tp", True), ("copy_engines", True)),
+        *(("inductor", "regional"), ("tiles", 2), ("fp8", "rowwise"), ("async_tp", True), ("copy_engines", True)),
     ],
 )
 def test_what_exact_passes_leave_alone(name, value):

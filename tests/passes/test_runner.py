@@ -80,7 +80,7 @@ def test_unknown_option_is_refused():
         get("dead_code", hard=True)
     with pytest.raises(ValueError, match="unknown passes 'fast': choose one of default, exact"):
         configured("fast")
-    with pytest.raises(ValueError, match="unknown inductor 'on': choose one of full, off"):
+    with pytest.raises(ValueError, match="unknown inductor 'on': choose one of full, off, regional"):
         configured(inductor="on")
 
 
@@ -99,7 +99,7 @@ def test_no_pass_follows_a_terminal_one_in_another_run(step):
 #: Passes that run only where an option asks for them.
 ASKED_FOR = (
     "fp8_experts", "exchange_fp8", "fp8_matmul", "gather_fp8",
-    "async_tensor_parallel", "copy_engines", "fit_memory", "tile_sequence", "offload_optimizer",
+    "async_tensor_parallel", "copy_engines", "tag_regions", "fit_memory", "tile_sequence", "offload_optimizer",
     "product_epilogues",
 )  # fmt: skip
 
@@ -177,7 +177,9 @@ def test_configured_sets_the_trainers_options():
     assert passes["recompute"].options.budget == 2.0 and "inductor" in passes
     assert "cuda_graph" not in passes
     assert "inductor" not in {p.name for p in configured(inductor="off")}
-    assert "expand_optimizer" in passes and "expand_optimizer" not in {p.name for p in configured(inductor="off")}
+    regional = {p.name: p for p in configured(inductor="regional")}
+    assert regional["inductor"].options.mode == "regional" and passes["inductor"].options.mode == "full"
+    assert "expand_optimizer" in passes and "expand_optimizer" not in regional  # worth it only when all is compiled
 
 
 def test_passes_prepare_before_the_step_is_traced(tools, monkeypatch):

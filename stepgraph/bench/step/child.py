@@ -162,6 +162,7 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph-cudnn": lambda parts: CapturedStep(parts, attention="cudnn"),
     "stepgraph-fa4": lambda parts: CapturedStep(parts, attention="fa4"),
     "stepgraph-flex": lambda parts: CapturedStep(parts, attention="flex"),
+    "stepgraph-regional": lambda parts: CapturedStep(parts, inductor="regional"),
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
     "stepgraph-fp8-tensorwise": lambda parts: CapturedStep(parts, fp8="tensorwise"),
     "stepgraph-fp8-rowwise": lambda parts: CapturedStep(parts, fp8="rowwise"),

@@ -24,7 +24,7 @@ from stepgraph.graph.partition import needs_host
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import Call, StepGraph, name_of, type_of
 from stepgraph.graph.values import Value
-from stepgraph.inductor.pieces import nodes_of
+from stepgraph.inductor.regional import nodes_of, region_of
 
 PHASES = ("forward", "loss", "backward", "optimizer", "input", "output", "unattributed")
 #: What a node's time is spent on.
@@ -51,11 +51,11 @@ def graph_account(
 
     - ``nodes``: columns, each a list as long as the graph. ``name``; ``call``: place in ``calls_text``, its text with a
       ``$`` for each of the node's ``inputs`` (numbers of nodes, in that order); ``type``, ``path``, ``source``,
-      ``role``, ``region``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line), ``roles`` and
-      ``regions`` (the user's names, see `stepgraph.region`); ``phase`` and ``work``: in ``PHASES`` and ``WORK``;
-      ``checkpoint``: -1 for none. ``kernel``: number of the node that the forecast charges this node's kernel to, -1:
-      it runs nothing. ``ns``, ``moved``: of the whole kernel, at that node; ``start``: in ns; ``flops``: of the node.
-      ``piece``: place in ``pieces``, -1 for none.
+      ``role``, ``region``, ``choice``: places in ``types``, ``paths``, ``sources`` (file and line, text of the line),
+      ``roles``, ``regions`` (the user's names, see `stepgraph.region`) and ``choices`` (regions that Inductor gets
+      choices for); ``phase`` and ``work``: in ``PHASES`` and ``WORK``; ``checkpoint``: -1 for none. ``kernel``: number
+      of the node that the forecast charges this node's kernel to, -1: it runs nothing. ``ns``, ``moved``: of the whole
+      kernel, at that node; ``start``: in ns; ``flops``: of the node. ``piece``: place in ``pieces``, -1 for none.
     - ``pieces``: what was compiled, in order. ``generated``: the kernels that Inductor made, [name, text]; ``made``:
       [node, places in ``generated``], all of its piece where Inductor does not say which.
     - ``storages``: columns ``node`` (that makes it), ``bytes``, ``kind`` (place in ``costs.memory.KINDS``), ``last``
@@ -117,14 +117,14 @@ def graph_account(
 
 #: Columns whose strings many nodes share, and the list of each one's strings.
 _TABLES = {"call": "calls_text", "type": "types", "path": "paths", "source": "sources", "role": "roles"}
-_TABLES |= {"region": "regions"}
+_TABLES |= {"region": "regions", "choice": "choices"}
 
 
 def _columns(order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict[str, list], dict[str, list]]:
     """(the columns that need no forecast, the strings that some of them refer to by number)."""
     rows = []
     for node in order:
-        found = provenance(node)
+        found, choice = provenance(node), region_of(node)
         text, inputs = _call(node)
         rows.append({
             "name": node.name,
@@ -135,6 +135,7 @@ def _columns(order: list[fx.Node], number: Mapping[fx.Node, int]) -> tuple[dict[
             "source": _source(found.source if found else ""),
             "role": str(found.role) if found and found.role else "",
             "region": found.region if found else "",
+            "choice": f"{choice.kind} {choice.id}" if choice else "",
             "phase": PHASES.index(phase_of(node)),
             "checkpoint": -1 if found is None or found.checkpoint is None else found.checkpoint,
         })  # fmt: skip

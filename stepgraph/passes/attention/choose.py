@@ -218,7 +218,7 @@ def _for_target(options: AttentionOptions, target: Target) -> AttentionOptions:
         else {
             "backend": options.attention,
             "lengths_vary": options.any_length and options.inductor != "off",
-            "compiled": options.compiles_all,
+            "compiled": options.compiles_attention,
         }
     ),
     for_target=_for_target,

@@ -54,7 +54,7 @@ _ALIGNED = 16  # keys that the memory-efficient kernel takes the rows of a bias 
     options=AttentionOptions(),
     needs_cuda=True,
     from_options=lambda options: (
-        {"compiled": options.compiles_all}
+        {"compiled": options.compiles_attention}
         if options.attention == "auto" and not options.any_length  # what kernels take depends on the length
         else None
     ),

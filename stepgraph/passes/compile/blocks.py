@@ -11,7 +11,7 @@ from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import BatchLeaf
-from stepgraph.inductor.pieces import Piece
+from stepgraph.inductor.regional import Piece, Region
 
 #: Blocks below which no two are alike: what overlaps with the first and the last differs from the others.
 FEWEST = 4
@@ -33,18 +33,18 @@ def consecutive(step: StepGraph, kind_of: Callable[[fx.Node], str | None], *, cu
     for node in reversed(step.calling(operator.getitem)):
         node.args[0].append(node)
     part_of = parts(step) if cut and len(step.blocks) >= FEWEST else {}
-    runs: list[tuple[str, list[fx.Node]]] = []
+    runs: list[tuple[Region, list[fx.Node]]] = []
     previous = None
     for node in step.nodes():
         if node.target is not operator.getitem:
             kind = kind_of(node)
             key = kind and (kind, part_of.get(node))
             if key and key != previous:
-                runs.append((kind, []))
+                runs.append((Region(node.name, kind), []))
             previous = key
         if previous:
             runs[-1][1].append(node)
-    return [Piece(kind, nodes) for kind, nodes in runs]
+    return [Piece(region, nodes) for region, nodes in runs]
 
 
 def parts(step: StepGraph) -> dict[fx.Node, Part]:

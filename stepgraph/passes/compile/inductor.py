@@ -1,9 +1,11 @@
-"""Inductor, over the whole of forward and backward.
+"""Inductor, over the whole of forward and backward or over tagged regions.
 
-Matches: every operator of the forward, loss and backward phases that Inductor can take, and parameter updates
+Full. Matches: every operator of the forward, loss and backward phases that Inductor can take, and parameter updates
 that `expand_optimizer` wrote out or `fuse_updates` marked. Before -> after: consecutive operators -> one compiled
 piece, cut where one of the model's repeated blocks follows another (see `blocks`); pieces of one structure are compiled
 once.
+Regional. Matches: the regions that `tag_regions` and other passes before tagged. Before -> after: a region -> one
+compiled piece, shared by all regions of its structure; every other node stays, bit for bit.
 Tier numerics: fused kernels round differently from eager's. Preconditions: a flat graph; only `cuda_graph` may follow.
 Collectives keep their order and places: the compiled code issues them, and waits, as the passes before decided.
 Random operators keep eager's generator, so the random state advances as in eager. Inductor keeps what it compiled on
@@ -16,7 +18,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -33,9 +35,10 @@ from stepgraph.graph.partition import describe, needs_host
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Parameter
-from stepgraph.inductor.pieces import Compilation, Piece, compile_pieces, note_pieces
+from stepgraph.inductor.regional import Compilation, Piece, compile_pieces, note_pieces, region_of, untag
 from stepgraph.passes.compile.ahead import Ahead, start_worker
 from stepgraph.passes.compile.blocks import consecutive
+from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
 from stepgraph.passes.compile.integers import beyond
 from stepgraph.passes.contract import PassReport, register
@@ -57,12 +60,13 @@ _CHECKED += (aten.binary_cross_entropy,)
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``max_autotune``: let Inductor time its choices while
+    """``mode``: compile all, or only the regions that are tagged. ``max_autotune``: let Inductor time its choices while
     it compiles (minutes, on a GPU). ``cut_blocks``: cut between repeated blocks, of which there are four or more;
     without, kernels may span two of them, and the time to compile grows with their number. ``any_length``: compile
     pieces so that they serve batches of any length. ``dry_run``: compile nothing, only note for the capture of another
     length what pieces there are."""
 
+    mode: Literal["full", "regional"] = "full"
     max_autotune: bool = False
     cut_blocks: bool = True
     any_length: bool = False
@@ -81,14 +85,16 @@ def _start_workers(target: Target) -> None:
     "inductor",
     "numerics",
     options=InductorOptions(),
-    after=("rematerialize",),
+    after=("tag_regions", "rematerialize"),
     terminal=True,
-    from_options=lambda options: {"any_length": options.any_length} if options.inductor == "full" else None,
+    from_options=lambda options: (
+        {"mode": options.inductor, "any_length": options.any_length} if options.inductor != "off" else None
+    ),
     forecast=False,  # what its kernels move is what `costs.fusion` makes of the graph
     prepare=_start_workers,
 )
 def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> None:
-    """Compile forward and backward with Inductor."""
+    """Compile forward and backward, or regions of them, with Inductor."""
     # Inductor takes a graph without autograd for inference and moves each node next to its first reader. Here that
     # would put every weight gradient at the end: activations live longer, and reductions over the same rows part.
     config = {"fallback_random": True, "reorder_for_locality": False, "triton.autotune_pointwise": False}
@@ -116,7 +122,8 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     positions = beyond(step.graph)
     for node in positions:
         node.meta[KEEP_EAGER] = True
-    _compile_all(step, options, config, report)
+        untag(node)
+    (_regional if options.mode == "regional" else _full)(step, options, config, report)
     report.notes += [f"left to eager: {describe(n)}: its type bounds positions, Inductor does not" for n in positions]
     if guard is not None:
         made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
@@ -150,9 +157,19 @@ def _leave_written(graph: fx.Graph) -> None:
             maker = node.args[0] if node.target is operator.getitem else node
             for one in (node, maker):
                 one.meta[KEEP_EAGER] = True
+                untag(one)
 
 
-def _compile_all(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
+def _regional(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
+    report.matched = len({region for node in step.graph.nodes if (region := region_of(node))})
+    pieces, report.notes = gather(step.graph)
+    if not report.matched:
+        report.notes.append("no region is tagged: tag_regions, listed before it, looks for them")
+    report.changed = sum(len(piece.nodes) for piece in pieces)
+    _compile(step, pieces, config, options, report)
+
+
+def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], report: PassReport) -> None:
     on_cuda, rematerialized = _on_cuda(step), any(r.name == "rematerialize" and r.skipped is None for r in step.log)
     left: dict[fx.Node, str] = {}
     aliased = _Aliased(step.graph)

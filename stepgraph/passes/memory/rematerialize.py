@@ -11,27 +11,40 @@ Source: the idea of torch's min-cut partitioner (He and Yu, Transcending Runtime
 being Fusion Aware, 2023), here on the step's own phases.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
 from stepgraph.graph.facts import is_launch
 from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.inductor.regional import region_of, tag
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.memory.recompute import Plan
 
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
+class RematerializeOptions:
+    """``regions``: only what a tagged region made and only such regions read in backward, which then compute it
+    themselves; outside nothing is fused."""
+
+    regions: bool = False
+
+
 @register(
     "rematerialize",
     "exact",
-    after=("recompute", "fuse_norm", "fuse_loss"),
+    options=RematerializeOptions(),
+    after=("recompute", "fuse_norm", "fuse_loss", "tag_regions"),
     serves="inductor",
     needs_cuda=True,  # a CPU would pay for computing again
+    from_options=lambda options: {"regions": options.inductor == "regional"} if options.inductor != "off" else None,
 )
-def carry_least(step: StepGraph, options: object, report: PassReport) -> None:
+def carry_least(step: StepGraph, options: RematerializeOptions, report: PassReport) -> None:
     """Carry the fewest bytes from forward to backward, and compute the rest again inside backward's kernels."""
-    again, before, after = rematerialize(step)
+    again, before, after = rematerialize(step, regions=options.regions)
     report.matched = report.changed = again
     report.summary = (
         f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
@@ -39,24 +52,33 @@ def carry_least(step: StepGraph, options: object, report: PassReport) -> None:
     )
 
 
-def rematerialize(step: StepGraph) -> tuple[int, int, int]:
+def rematerialize(step: StepGraph, *, regions: bool = False) -> tuple[int, int, int]:
     """Rewrite the step; (nodes computed again, bytes carried before, bytes carried after).
 
-    The loss counts as backward: its gradient follows at once and shares its kernels.
+    The loss counts as backward: its gradient follows at once and shares its kernels. ``regions``: as in
+    `RematerializeOptions`.
     """
     plan = Plan(step, forward=("forward",))
     before = plan.kept_bytes(set())
-    dropped = plan.cut(_repeatable(plan))
+    dropped = plan.cut(_repeatable(plan, regions))
     after = plan.kept_bytes(dropped)
-    return plan.rewrite(dropped), before, after
+    added = plan.rewrite(dropped)
+    if regions:
+        known = set(plan.nodes)
+        for node in reversed(step.graph.nodes):
+            if node not in known:
+                tag([node], region_of(next(iter(node.users))))
+    return added, before, after
 
 
-def _repeatable(plan: Plan) -> set[fx.Node]:
-    """The roots that may be computed again."""
+def _repeatable(plan: Plan, regions: bool) -> set[fx.Node]:
+    """The roots that may be computed again; with ``regions`` only what lies between two of them."""
     found = {root for root in plan.candidates() if not plan.is_expensive(root) and not _reduces(plan, root)}
     found = {root for root in found if not root.meta.get(KEEP_EAGER)}  # those are kernels of their own
     # Backward would need the last sum of a residual stream first, and with it all earlier ones at once.
     found = {root for root in found if not plan.leaves_block(root)}
+    if regions:
+        found = {root for root in found if _between_regions(plan, root)}
     return {root for root in found if not _feeds_product(plan, root)}
 
 
@@ -65,6 +87,12 @@ def _reduces(plan: Plan, root: fx.Node) -> bool:
     op = plan.operator(root)
     made, read = _sizes([op]), _sizes(op.all_input_nodes)
     return bool(made and read) and min(made) < max(read)
+
+
+def _between_regions(plan: Plan, root: fx.Node) -> bool:
+    """Whether a region made the result and nothing else reads it in backward."""
+    readers = (user for alias in plan.alias_nodes(root) for user in alias.users if plan.is_backward(user))
+    return region_of(root) is not None and all(region_of(user) is not None for user in readers)
 
 
 def _sizes(nodes: list[fx.Node]) -> list[int]:

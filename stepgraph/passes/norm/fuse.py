@@ -3,13 +3,15 @@
 Matches: every norm of rows, forward and backward, fused or composite (see `composite`). Before -> after, where our
 kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of
 the residual stream's gradient -> ``stepgraph::norm_backward``; the norms of queries and keys -> one operator. Where
-Inductor is chosen the graph stays; where eager is chosen the norm is marked to be left out of Inductor.
+Inductor is chosen the graph stays, and the norm with its pointwise neighbours is marked as a region; where eager is
+chosen it is marked to be left out of Inductor.
 Tier numerics: the kernels round once where a composite rounds several times, and sum in another order. From run to
 run their results are bitwise equal. Preconditions: a flat graph with phases, before Inductor.
 Source: the idea of torchtitan pull request 3132.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -18,8 +20,10 @@ from torch import fx
 from stepgraph.costs.norms import Traffic, cost
 from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import is_pointwise, tensor_bytes
+from stepgraph.graph.facts import is_pointwise, is_view, tensor_bytes
 from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.graph.provenance import phase_of
+from stepgraph.inductor.regional import KEY, Region
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.norm.composite import find
 from stepgraph.passes.norm.rewrite import Found, Rewriter, added, unsupported
@@ -63,7 +67,7 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             left.append(f"{found.root.name} is not a norm that this pass knows: {found.why}")
     aliases = Aliases(step.graph) if norms else None
     forms, chosen = Counter(), Counter()
-    kernels = []
+    kernels, regions = [], []
     choices: dict[fx.Node, str] = {}
     for found in norms:
         forms[found.form, "forward"] += bool(found.outputs)
@@ -79,8 +83,11 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
             kernels.append(found)
         elif options.choice == "kernel":
             left.append(f"{found.root.name} stays as it is: {why}")
-        if choice == "eager" and options.choice == "eager":
+        if choice == "inductor":
+            regions.append(found)
+        elif choice == "eager" and options.choice == "eager":
             _mark_eager(found)
+    _mark_regions(regions)
     details = _rewrite(step, kernels, aliases) if kernels else ""
     report.matched, report.changed = len(norms), len(kernels)
     report.summary = (
@@ -162,6 +169,23 @@ def _neighbours(found: Found, reads: tuple[fx.Node, ...]) -> int:
 
 
 # Marks
+
+
+def _mark_regions(norms: list[Found]) -> None:
+    """Mark each norm with its pointwise neighbours, forward and backward apart, as regions for a compiler."""
+    for nodes_of in (lambda found: found.nodes, _around):  # what is a norm's own before any neighbour
+        for i, found in enumerate(norms):
+            for node in nodes_of(found):
+                if phase_of(node) != "optimizer":
+                    part = "backward" if phase_of(node) == "backward" else "forward"
+                    node.meta.setdefault(KEY, Region(f"norm.{i}.{part}", "norm"))
+
+
+def _around(found: Found) -> Iterator[fx.Node]:
+    """The pointwise neighbours, and views between the norm's own nodes."""
+    for node in found.nodes:
+        yield from filter(is_pointwise, (*node.all_input_nodes, *node.users))
+        yield from (n for n in node.all_input_nodes if is_view(n) and n.args[0] in found.nodes)
 
 
 def _mark_eager(found: Found) -> None:

@@ -47,6 +47,7 @@ class ExpandOptions:
     after=("inplace_update",),
     serves="inductor",
     needs_cuda=True,
+    from_options=lambda options: {} if options.inductor == "full" else None,
     forecast=False,  # the roofline counts the update as one pass over its tensors already
 )
 def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport) -> None:

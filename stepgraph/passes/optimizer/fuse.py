@@ -47,6 +47,7 @@ def _out_of_place(target: Any) -> Callable | None:
     after=("inplace_update", "expand_optimizer"),
     serves="inductor",
     needs_cuda=True,
+    from_options=lambda options: {} if options.inductor == "full" else None,
 )
 def fuse_updates(step: StepGraph, options: object, report: PassReport) -> None:
     """Mark what optimizers compute element by element, for Inductor to fuse."""

@@ -18,7 +18,7 @@ from stepgraph.graph.facts import is_view
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.inductor.packed import NotLoadable, NotSavable
-from stepgraph.inductor.pieces import PieceCall, piece_calls, with_functions
+from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes.compile.ahead import Ahead

@@ -22,7 +22,7 @@ import stepgraph
 from stepgraph import compat
 from stepgraph.config.train import PLAIN_STEP
 from stepgraph.graph.provenance import provenance
-from stepgraph.inductor.pieces import nodes_of
+from stepgraph.inductor.regional import nodes_of
 
 #: The file in a run folder, for ui.perfetto.dev and chrome://tracing.
 FILE = "trace.json.gz"

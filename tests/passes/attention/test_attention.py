@@ -484,7 +484,7 @@ def test_values_that_a_model_pads_for_the_cpu_are_no_refusal():
 )
 def test_a_forecast_has_the_backends_of_its_gpu(gpu, attention, expected):
     config = PRESETS["llama3-debug"]()
-    settings = {"mesh": "fsdp=1", "precision": "bf16", "device": "cpu", "attention": attention}
+    settings = {"mesh": "fsdp=1", "precision": "bf16", "device": "cpu", "attention": attention, "inductor": "regional"}
     config = replace(config, model=replace(config.model, n_layers=1), **settings)
     with forecast.simulated(config, GPUS[gpu]) as (program, _):
         nodes = [n.target for n in program.main.graph.nodes if n.target in OPERATORS]

@@ -17,7 +17,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.costs.flops import flops
-from stepgraph.inductor.pieces import Piece, compile_pieces
+from stepgraph.inductor.regional import Piece, Region, compile_pieces
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import StepOptions, chosen, get, run_passes
 from stepgraph.passes.attention.flex import BLOCK, block_kinds, block_tensors, kinds_of, visible_pairs, visited
@@ -266,7 +266,7 @@ def test_inductor_visits_the_blocks(make_mask):
     out = next(user for user in forward.users if user.args[1] == 0)
     module.graph.output_node().args = ([out],)
     module.graph.eliminate_dead_code()
-    compiled = compile_pieces(module, [Piece("attention", [forward, out])], {}).module
+    compiled = compile_pieces(module, [Piece(Region("attention", "attention"), [forward, out])], {}).module
     inputs = [spec.tensor if spec.tensor is not None else ids for spec in step.graph.inputs]
     torch.testing.assert_close(compiled(*inputs)[0], model(ids))
 
@@ -308,11 +308,12 @@ def test_a_mask_of_other_numbers_is_refused():
 
 
 def test_without_inductor():
-    with pytest.raises(ValueError, match=r"attention=flex with inductor=off: .* Inductor's; .*inductor=full"):
+    with pytest.raises(ValueError, match=r"attention=flex with inductor=off: .* Inductor's; allowed then: .*regional"):
         chosen(StepOptions(attention="flex", inductor="off"))
-    with pytest.raises(ValueError, match="attention=flex with disable_pass=inductor"):
-        chosen(StepOptions(attention="flex", disable_pass=("inductor",)))
-    found = {p.name: p for p in chosen(StepOptions(attention="flex"))}
+    for inductor, disabled in (("full", "inductor"), ("regional", "tag_regions")):
+        with pytest.raises(ValueError, match=f"attention=flex with disable_pass={disabled}"):
+            chosen(StepOptions(attention="flex", inductor=inductor, disable_pass=(disabled,)))
+    found = {p.name: p for p in chosen(StepOptions(attention="flex", inductor="regional"))}
     assert found["attention"].options.compiled and "attention_windows" not in found
     off = {p.name: p for p in chosen(StepOptions(inductor="off"))}
     assert not off["attention"].options.compiled and "attention_windows" in off

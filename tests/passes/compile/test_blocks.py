@@ -8,7 +8,7 @@ import torch
 
 from stepgraph.capture import phase_of, trace_step
 from stepgraph.graph.marks import COMPILE
-from stepgraph.inductor.pieces import structure
+from stepgraph.inductor.regional import structure
 from stepgraph.models import Golf, GolfConfig, Llama3, Llama3Config, next_token_loss
 from stepgraph.models.llama3 import TP_PLAN
 from stepgraph.parallel import Mesh, MeshSpec, parallelize

@@ -45,7 +45,7 @@ class Rotated(nn.Module):
     [
         (Gated, 512, {}, 2),
         (Gated, 64, {}, 0),  # in the cache
-        (Gated, 512, {"inductor": "off"}, None),
+        (Gated, 512, {"inductor": "regional"}, None),
         (Rotated, 2048, {}, 0),
     ],
 )

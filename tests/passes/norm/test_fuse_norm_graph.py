@@ -12,6 +12,7 @@ from stepgraph.compat import FakeTensorMode
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.graph.values import Metric, Parameter
+from stepgraph.inductor.regional import region_of
 from stepgraph.models import Golf, GolfConfig
 from stepgraph.passes import configured, get, run_passes
 from stepgraph.passes.memory.rematerialize import rematerialize
@@ -131,6 +132,8 @@ def test_auto_on_a_gpu():
         assert report.summary.startswith(f"1 norm: 1 by {word}")
         replaced = step.graph.find_nodes(op="call_function", target=ours.norm_backward.default)
         assert bool(replaced) == (word == "our kernels")
+        regions = {region.id for region in map(region_of, step.nodes()) if region}
+        assert regions == ({"norm.0.forward", "norm.0.backward"} if word == "Inductor" else set())
         eager = [node for node in step.nodes() if node.meta.get(KEEP_EAGER)]
         assert bool(eager) == (choice == "eager")
 
@@ -142,6 +145,15 @@ def test_auto_takes_our_kernels_at_squares_that_inductor_does_not_join(residual)
     (report,) = run_passes(step, [get("fuse_norm")])
     assert report.summary.startswith("1 norm: 1 by our kernels")
     assert step.graph.find_nodes(op="call_function", target=ours.norm_backward.default)
+
+
+def test_regions_take_the_pointwise_neighbours():
+    step = fused_rms("cuda")
+    run_passes(step, [get("fuse_norm", choice="inductor")])
+    regions = {node.name: region.id for node in step.nodes() if (region := region_of(node))}
+    assert regions["add_tensor"] == "norm.0.forward"  # the residual add
+    # What makes dy, and the sum with the residual gradient.
+    assert regions["mul_tensor"] == regions["add_tensor_1"] == "norm.0.backward"
 
 
 # Choices

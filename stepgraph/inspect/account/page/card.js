@@ -27,6 +27,7 @@ function drawCard(graph, i) {
   if (piece) row("compiled in", el("code", {}, piece.name), ` with ${count(piece.nodes - 1, "other node")}, from `, nodeLink(graph, piece.first), " to ", nodeLink(graph, piece.last));
   if (graph.madeOf.has(i)) row("generated", graph.madeOf.get(i).map((k) => el("details", {}, el("summary", {}, el("code", {}, graph.generated[k][0])), el("pre", {}, graph.generated[k][1]))));
   if (graph.region(i)) row("region", graph.region(i));
+  if (graph.choices[n.choice[i]]) row("for Inductor", `part of ${graph.choices[n.choice[i]]}, compiled with its own choices`);
   const backend = BACKENDS.find(([pattern]) => pattern.test(graph.operator(i)));
   if (backend) row("attention by", backend[1]);
   if (graph.hostOf.has(i)) row("on the host", graph.hostOf.get(i));

@@ -1,8 +1,10 @@
-"""Pieces of a graph, compiled separately from it and from each other.
+"""Regions of a graph, compiled separately from it and from each other, each with its own options for Inductor.
 
-Before -> after: the nodes of a piece -> one call of what was compiled; every other node stays the operator it was.
-Pieces of one structure (operators, arguments, shapes, strides, dtypes and devices), such as those of a model's equal
-layers, are compiled once and share the result.
+A pass tags nodes with the `Region` they belong to. Before -> after: the nodes of a region -> one call of a compiled
+piece; every other node stays the operator it was. Regions of one structure (operators, arguments, shapes, strides,
+dtypes, devices and options), such as the regions of a model's equal layers, are compiled once and share the result.
+torch's own ``torch.fx.passes.regional_inductor`` merges regions in 2.11, and compiles them all with the options of the
+first.
 
 Keyword arguments that Inductor's patterns ignore, written as operators of their own.
 
@@ -24,6 +26,7 @@ import torch
 from torch import fx
 
 from stepgraph import compat
+from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases
 from stepgraph.inductor.library import Compiled, Function, Use, compiled_once, is_compiled, note
 
@@ -86,19 +89,50 @@ def _call(graph: fx.Graph, target: Any, operand: fx.Node, *args: Any, **kwargs: 
     return node
 
 
+KEY = "stepgraph_region"
 _NODES = "stepgraph_nodes"
 
 #: Says which piece is compiled.
 log = logging.getLogger("stepgraph.compile")
 
 
+@dataclass(frozen=True)
+class Region:
+    """What a tagged node belongs to; nodes with equal tags are one region.
+
+    ``id``: unique in the graph; the name of one of its nodes serves. ``kind``: what it computes (``norm``, ``swiglu``,
+    ``rope``, ``attention``) or where it lies (``forward``), for the report. ``options``: (name, value) pairs of
+    Inductor's configuration, set while this region compiles.
+    """
+
+    id: str
+    kind: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def region_of(node: fx.Node) -> Region | None:
+    """The region that ``node`` is tagged with."""
+    return node.meta.get(KEY)
+
+
+def tag(nodes: Sequence[fx.Node], region: Region) -> None:
+    """Tag ``nodes`` as ``region``."""
+    for node in nodes:
+        node.meta[KEY] = region
+
+
+def untag(node: fx.Node) -> None:
+    """Let ``node`` belong to no region."""
+    node.meta.pop(KEY, None)
+
+
 @dataclass(eq=False)
 class Piece:
-    """Consecutive nodes, their ``inputs`` in the order of first use, and those of the nodes that are read outside
-    (``outputs``). Random numbers that nobody reads are outputs too: Inductor would not draw them, and what is drawn
-    later would not be eager's. ``kind``: where they lie (``forward``, ``step``, ``optimizer``), for the report."""
+    """Consecutive nodes of one region, their ``inputs`` in the order of first use, and those of the nodes that are read
+    outside (``outputs``). Random numbers that nobody reads are outputs too: Inductor would not draw them, and what is
+    drawn later would not be eager's."""
 
-    kind: str
+    region: Region
     nodes: list[fx.Node]
     inputs: list[fx.Node] = field(init=False)
     outputs: list[fx.Node] = field(init=False)
@@ -146,20 +180,25 @@ def compile_pieces(
 ) -> Compilation:
     """A copy of ``module`` that calls the compiled ``pieces``; ``module`` itself does not change.
 
-    The nodes of a piece are consecutive in the graph. ``config``: Inductor's options.
+    The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``on_first``:
     called just before the first piece is compiled in this process, to start work that can run concurrently; helpers
     that are ready have their pieces by then. ``helpers``: compile some of them at the same time, for one length.
+    Raises ``ValueError`` for an option that Inductor does not have.
     """
+    known = compat.inductor_options()
     distinct: dict[tuple, str] = {}
     work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]] = {}
     called: dict[fx.Node, str] = {}  # by a piece's first node
     starts: dict[fx.Node, Piece] = {}
     for piece in pieces:
+        for name, _ in piece.region.options:
+            if name not in known:
+                raise unknown_name(f"option of Inductor (region {piece.region.id})", name, known)
         key = structure(piece)
         if key not in distinct:
-            distinct[key] = f"{piece.kind}_{len(distinct)}"
-            work[key] = _extract(piece), config
+            distinct[key] = f"{piece.region.kind}_{len(distinct)}"
+            work[key] = _extract(piece), config | dict(piece.region.options)
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     made: dict[tuple, tuple[Compiled, Use]] = {}
@@ -192,7 +231,7 @@ def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: He
 def note_pieces(pieces: Sequence[Piece], config: dict[str, Any]) -> None:
     """Let the pieces of the next length be compiled for any length, though these are not compiled."""
     for piece in {structure(piece): piece for piece in pieces}.values():
-        note(_extract(piece), config)
+        note(_extract(piece), config | dict(piece.region.options))
 
 
 @dataclass(frozen=True)
@@ -217,7 +256,7 @@ def with_functions(
     attributes: dict[str, Any] = {}
     starts: dict[fx.Node, Piece] = {}
     for call in calls:
-        piece = Piece(call.name.rpartition("_")[0], [nodes[name] for name in call.nodes])
+        piece = Piece(Region(call.name, call.name.rpartition("_")[0]), [nodes[name] for name in call.nodes])
         if call.name not in attributes:
             extracted = _extract(piece)
             attributes[call.name] = Compiled(extracted, {}, functions[call.name] or _interpreted(extracted))
@@ -244,7 +283,8 @@ def structure(piece: Piece) -> tuple:
     """A key that is equal for two pieces exactly if one compiled function serves both."""
     names = {node: f"%{i}" for i, node in enumerate([*piece.inputs, *piece.nodes])}
     return (
-        piece.kind,
+        piece.region.kind,
+        piece.region.options,
         tuple(_form(node.meta["val"]) for node in piece.inputs),
         tuple((node.target, _canonical((node.args, node.kwargs), names)) for node in piece.nodes),
         tuple(names[node] for node in piece.outputs),
