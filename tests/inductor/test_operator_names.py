@@ -27,7 +27,7 @@ def test_a_default_given_by_name_compiles():
     offsets = torch.tensor([3, 8], dtype=torch.int32)
 
     def product(rows, weight, offsets):
-        return torch.ops.stepgraph.grouped_mm(rows, weight, offsets, backend="torch") * 2
+        return torch.ops.stepgraph.grouped_mm(rows, weight, offsets, zero_rest=True) * 2
 
     compiled = torch.compile(product, fullgraph=True)(rows, weight, offsets)
     assert torch.equal(compiled, grouped_mm(rows, weight, offsets) * 2)
