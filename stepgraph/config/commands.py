@@ -33,9 +33,6 @@ class InspectOptions(ForecastOptions):
     html: Path = Path("page.html")
     """The file to write."""
 
-    against: str | None = None
-    """Compare with another run folder, preset or page; a preset takes the same options."""
-
     ranks: bool = False
     """Instead of a page: say whether all ranks of the mesh have one graph, what differs and why. Status 1 if not."""
 

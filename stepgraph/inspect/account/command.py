@@ -1,11 +1,10 @@
-"""``stepgraph inspect``: the page of a run or of a preset, alone or compared with another; and with ``--ranks`` whether
-all ranks of a mesh have the same graph, and what differs if not.
+"""``stepgraph inspect``: the page of a run or of a preset; and with ``--ranks`` whether all ranks of a mesh have
+the same graph, and what differs if not.
 
 Ranks with the same graph share the rewritten and compiled code of one of them, and collectives that all ranks launch in
 the same order cannot deadlock. No rank needs to exist: one process after the other simulates each rank in a fake world.
 """
 
-import dataclasses
 import difflib
 import gzip
 import itertools
@@ -28,11 +27,9 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.errors import unknown_name
 from stepgraph.inspect.account.account import account_of
-from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import simulated, with_microbatches
 from stepgraph.inspect.forecast.pipeline import simulated_stage
-from stepgraph.options import values
 from stepgraph.parallel import MeshSpec, in_own_process
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.saved.graphs import Captured, digest
@@ -59,25 +56,17 @@ def main(argv: list[str]) -> int:
     require_folder(options.html, "html")
     require_folder(options.text, "text")
     named = given(words)
-    about_runs = {"html", "against", "ranks", "gpu"} if options.ranks else {"html", "against"}
+    about_runs = {"html", "ranks", "gpu"} if options.ranks else {"html"}
     if what not in PRESETS and named - about_runs:
         raise ValueError(f"{_flag(named - about_runs)} is about a preset, and {what} has run: leave it out")
-    elsewhere = options.against in PRESETS and options.against != what
-    if elsewhere and (shape := {name for name in named if name.startswith("model.")}):
-        raise ValueError(f"{_flag(shape)} shapes {what}, not {options.against}: compare with a page of that")
     waiting = Waiting(lambda line: print(line, file=sys.stderr, flush=True))
     if options.ranks:
         with waiting:
             return _ranks(what, config, options, words)
-    other = None
     with waiting:
         account = _account(what, config, options, words)
-        if options.against is not None:
-            if elsewhere:
-                config = dataclasses.replace(PRESETS[options.against](), **values(config, *FORECAST))
-            other = _account(options.against, config, dataclasses.replace(options, text=None), words)
     try:
-        write_page(options.html, account, other and difference(account, other, what, options.against))
+        write_page(options.html, account)
     except OSError as error:
         raise ValueError(f"html={options.html} cannot be written: {error.strerror}; give another file") from error
     print(f"page {options.html}, {options.html.stat().st_size / 1e6:.1f} MB: open it in a browser")
@@ -90,7 +79,7 @@ def _flag(names: set[str]) -> str:
 
 def _ranks(what: str, config: TrainConfig, options: InspectOptions, words: list[str]) -> int:
     """Compare the graphs of all ranks of a preset or a run; 1 where they differ."""
-    if unused := given(words) & {"html", "against", "text", "stage"}:
+    if unused := given(words) & {"html", "text", "stage"}:
         raise ValueError(f"--ranks compares graphs and writes no page: leave {_flag(unused)} out")
     config = _checked(config, words) if what in PRESETS else _run_config(Path(what))
     graphs = graphs_of_ranks(config, options.gpu)

@@ -13,25 +13,24 @@ from stepgraph.inspect.account.account import FORMAT
 PAGE = "page.html"
 _PARTS = Path(__file__).parent / "page"
 #: In the order of loading: each uses the ones before it.
-_SCRIPTS = ["data", "dom", "summary", "timeline", "pipeline", "memory", "budget", "tables", "card", "compare", "main"]
+_SCRIPTS = ["data", "dom", "summary", "timeline", "pipeline", "memory", "budget", "tables", "card", "main"]
 _BLOCK = re.compile(r'<script type="application/json" id="account">(.*?)</script>', re.DOTALL)
 
 
-def page_of(account: dict[str, Any], difference: dict[str, Any] | None = None) -> str:
-    """The page of ``account``, compared with another one if ``difference`` is given (see `compare.difference`)."""
+def page_of(account: dict[str, Any]) -> str:
+    """The page of ``account``."""
     title = " ".join(filter(None, [account["head"]["title"], account["head"]["mesh"], "stepgraph"]))
     return _part("page.html").format(
         title=html.escape(title),
         style=_part("page.css"),
         account=_json(account),
-        difference=_json(difference),
         script="\n".join(_part(f"{name}.js") for name in _SCRIPTS),
     )
 
 
-def write_page(path: Path, account: dict[str, Any], difference: dict[str, Any] | None = None) -> None:
+def write_page(path: Path, account: dict[str, Any]) -> None:
     """Write the page to ``path`` in one step."""
-    write_text(path, page_of(account, difference))
+    write_text(path, page_of(account))
 
 
 def read_page(path: Path) -> dict[str, Any]:

@@ -15,11 +15,9 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.graph.step_graph import Call, Kind
 from stepgraph.inspect.account.account import account_of, pipeline_account
 from stepgraph.inspect.account.command import preset_account
-from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of
 from stepgraph.inspect.forecast.forecast import simulated
 from tests.inspect.account.accounts import GPU, account, config
-from tests.inspect.account.test_page import planted
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -316,17 +314,6 @@ def test_a_link_opens_the_node_of_the_other_graph(tmp_path):
     """
     result = in_browser(page_of(made), script, tmp_path, hash=f"#node/update/{name}")
     assert result["card"] == name and result["pressed"] == ["false", "true"]
-
-
-def test_the_comparison_shows_a_planted_difference(tmp_path):
-    made, _ = account("fsdp=4", inductor="full")
-    page = page_of(made, difference(made, planted(made)[0], "before", "after"))
-    script = """
-      const forms = document.querySelectorAll("#compare details");
-      result.forms = forms.length; forms[0].open = true; await wait(200); result.text = forms[0].textContent;
-    """
-    result = in_browser(page, script, tmp_path)
-    assert result["forms"] == 1 and "layers.*.mlp" in result["text"] and "aten.planted" in result["text"]
 
 
 def test_llama3_8b_opens_within_two_seconds(tmp_path):

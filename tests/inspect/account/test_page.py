@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 import pytest
 
 from stepgraph import cli
-from stepgraph.inspect.account.compare import difference
 from stepgraph.inspect.account.page import page_of, read_page, write_page
 from stepgraph.inspect.forecast.tables import new_console, peak_table
 from tests.inspect.account.accounts import account
@@ -104,55 +103,6 @@ def test_another_version_is_refused(made, tmp_path):
         read_page(file)
 
 
-def test_nothing_differs_from_itself(made):
-    found = difference(made, made, "a", "b")
-    assert found["names"] == ["a", "b"]
-    assert difference(made, made, "runs/x/page.html", "y/page.html")["names"] == ["runs/x/page.html", "y/page.html"]
-    assert not any(found[key] for key in ("options", "modules", "passes", "nodes", "left_out"))
-    assert all(x == y for _, x, y in found["figures"])
-
-
-def planted(made):
-    """``made`` with another operator at one node of one module, and other names all over; (that, where it is)."""
-    other = copy.deepcopy(made)
-    graph = other["graphs"][0]
-    nodes, paths = graph["nodes"], graph["paths"]
-    at = next(i for i, p in enumerate(nodes["path"]) if paths[p] == "layers.1.mlp" and nodes["ns"][i])
-    graph["calls_text"].append("aten.planted($)")
-    nodes["call"][at] = len(graph["calls_text"]) - 1
-    nodes["name"] = [f"renamed_{i}" for i in range(len(nodes["name"]))]
-    return other, at
-
-
-def test_a_planted_node_is_found(made):
-    other, at = planted(made)
-    (form,) = difference(made, other, "a", "b")["nodes"]
-    assert (form["path"], form["count"], form["node"]) == ("layers.*.mlp", 1, at)
-    assert len(form["a"]) == 1 and form["b"] == [form["a"][0].split(" = ")[0] + " = aten.planted($)"]
-
-
-def test_an_option_differs_with_what_it_does():
-    plain, again = account("fsdp=4", inductor="full")[0], account("fsdp=4", inductor="full", memory="full")[0]
-    found = difference(plain, again, "a", "b")
-    assert found["options"] == [["memory", "none", "full"]] and found["names"] == ["memory none", "memory full"]
-    assert any("recompute" in name for name, *_ in found["passes"])
-    assert any(form["count"] == 2 and form["path"].startswith("layers.*") for form in found["nodes"])
-    flops = next(row for row in found["figures"] if row[0] == "FLOPs")
-    assert flops[2] > flops[1]
-
-
-def test_options_that_only_a_run_has_differ_too(made):
-    other = account("fsdp=4", inductor="full", document_mask="on", on_nonfinite="skip", betas=(0.9, 0.99))[0]
-    assert difference(made, other, "a", "b")["options"] == [
-        ["document_mask", "auto", "on"],
-        ["on_nonfinite", "stop", "skip"],
-        ["betas", "(0.9, 0.95)", "(0.9, 0.99)"],
-    ]
-    earlier = copy.deepcopy(other)
-    del earlier["head"]["options"]["document_mask"]
-    assert [name for name, *_ in difference(made, earlier, "a", "b")["options"]] == ["on_nonfinite", "betas"]
-
-
 def test_the_command(tmp_path, capsys):
     first, second = tmp_path / "a.html", tmp_path / "b.html"
     words = "inspect llama3-debug --mesh fsdp=2 --seq-len 32 --model.n-layers 2 --html"
@@ -164,8 +114,8 @@ def test_the_command(tmp_path, capsys):
     folder.mkdir()
     first.rename(folder / "page.html")
     with pytest.raises(SystemExit) as stop:
-        cli.main(["inspect", str(folder), "--against", str(folder / "page.html"), "--html", str(second)])
-    assert stop.value.code == 0 and "Compared" in second.read_text()
+        cli.main(["inspect", str(folder), "--html", str(second)])
+    assert stop.value.code == 0 and read_page(second) == read_page(folder / "page.html")
 
 
 @pytest.mark.parametrize(
@@ -188,14 +138,7 @@ def test_the_command(tmp_path, capsys):
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
         ("{tmp}", "{tmp} has no page.html: give the folder of a run that has finished its first steps"),
         ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
-        (
-            "llama3-debug --model.n-layers 2 --against golf",
-            "--model.n-layers shapes llama3-debug, not golf: compare with a page of that",
-        ),
-        (
-            "llama3-debug --against {tmp}/none.html",
-            "{tmp}/none.html is not there: give a page of stepgraph inspect, a run folder or a preset",
-        ),
+        ("{tmp}/none.html", "{tmp}/none.html is not there: give a page of stepgraph inspect, a run folder or a preset"),
         (
             "{tmp}/notes.txt",
             "{tmp}/notes.txt is not a page of stepgraph inspect: give a run folder, a preset or such a page",

@@ -2,7 +2,6 @@
 // The account, its graphs with what can be read off them, and numbers as text.
 
 const account = JSON.parse(document.getElementById("account").textContent);
-const difference = JSON.parse(document.getElementById("difference").textContent);
 const PHASES = account.phases, KINDS = account.kinds, WORK = account.work;
 const WORK_NAMES = {
   products: "matrix products", attention: "attention", norms: "norms",

@@ -5,7 +5,6 @@ const budget = budgetPart();
 if (budget) PARTS.splice(2, 0, ["budget", "Budget"]);
 if (account.profile) PARTS.splice(PARTS.findIndex(([id]) => id === "passes"), 0, ["measured", "Measured"]);
 if (account.pipeline) PARTS.unshift(["pipeline", "Pipeline"]);
-if (difference) PARTS.unshift(["compare", "Compared"]);
 
 function themed(theme) { document.documentElement.dataset.theme = theme; changed("theme"); }
 function remembered() { try { return localStorage.getItem("stepgraph-theme"); } catch { return null; } }
@@ -19,7 +18,7 @@ document.getElementById("theme").addEventListener("click", () => {
 });
 
 document.getElementById("parts").append(...PARTS.map(([id, title]) => el("a", { href: `#${id}` }, title)));
-document.getElementById("main").replaceChildren(...[headPart(), comparePart(), pipelinePart(), timelinePart(), memoryPart(), budget, modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
+document.getElementById("main").replaceChildren(...[headPart(), pipelinePart(), timelinePart(), memoryPart(), budget, modulesPart(), measuredPart(), passesPart(), collectivesPart(), runsPart()].filter(Boolean));
 follow("graph", drawAnswers);
 
 // Links: #node/GRAPH/NAME, #module/GRAPH/PATH, #pass/GRAPH/NAME, #PART
