@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from stepgraph.inductor.regional import Piece, Region, compile_pieces
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from stepgraph.inductor.regional import Piece, Region, compile_pieces
 
 pytestmark = pytest.mark.slow
 

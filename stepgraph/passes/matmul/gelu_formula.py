@@ -22,6 +22,10 @@ aten = torch.ops.aten
 #: GELU and its approximation differ by up to 5e-4; constants of six digits change it by 1e-6.
 _TOLERANCE = 5e-5
 
+#: Numbers at which a formula is computed: also far out, where some clip (`gelu_10` of transformers).
+_LARGE = torch.logspace(1, 4, 32, dtype=torch.float64)
+_POINTS = torch.cat([torch.linspace(-8.0, 8.0, 257, dtype=torch.float64), _LARGE, -_LARGE])
+
 _MOST = 64  # operators of a formula or of its gradient
 
 
@@ -35,7 +39,7 @@ def name_gelus(step: StepGraph, able: Callable[[torch.Tensor], bool]) -> None:
 def _name(middle: fx.Node, approximate: str, able: Callable[[torch.Tensor], bool]) -> None:
     """Name the GELU around ``middle`` and its gradient, if both are found."""
     position = {node: i for i, node in enumerate(middle.graph.nodes)}
-    z = torch.linspace(-8.0, 8.0, 257, dtype=torch.float64)
+    z = _POINTS
     da = torch.cos(3.0 * z)
     expected = torch.nn.functional.gelu(z, approximate=approximate)
     gradient = aten.gelu_backward.default(da, z, approximate=approximate)

@@ -115,3 +115,15 @@ def test_others_stay(name):
 def test_a_gelu_in_float64_keeps_its_formula():
     _, _, step = run(FORMULAS["minGPT"], own(torch.float32), torch.float64)
     assert called(step, aten.gelu.default) == 0
+
+
+@pytest.mark.parametrize("limit", [10.0, 1000.0])
+def test_one_that_is_clipped_stays_clipped(limit, monkeypatch):
+    """As gelu_10 of transformers: it is GELU of numbers up to 10."""
+    monkeypatch.setattr(nn.Linear, "reset_parameters", lambda m: list(map(nn.init.normal_, m.parameters())))
+    name = next(iter(FORMULAS))
+    activation = lambda x: torch.clip(FORMULAS[name](x * limit), -limit, limit)  # noqa: E731
+    losses, _, _ = run(activation, "exact")
+    found, _, _ = run(activation, own(torch.float32))
+    assert losses[0] > limit, "numbers beyond the limit are wanted"
+    torch.testing.assert_close(found[:1], losses[:1], rtol=2e-5, atol=1e-6)
