@@ -66,8 +66,8 @@ def capture(
     Args:
         model: any ``nn.Module``. It is not changed; calling the step updates its tensors in place.
         loss_fn: ``loss_fn(model, batch)`` returns a floating-point scalar.
-        batch: an example: tensors and plain values in dicts, lists and tuples. Another batch of the same form runs
-            the same graph; one of another form is captured again (64 forms are kept).
+        batch: an example: tensors and plain values in dicts, lists, tuples and dataclasses. Another batch of the same
+            form runs the same graph; one of another form is captured again (64 forms are kept).
         optimizer: any ``torch.optim.Optimizer``, or a list of them: clipping and the update, which its ``step()``
             computes, become part of the graph, and learning rates are read from ``param_groups`` at every step.
             Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.

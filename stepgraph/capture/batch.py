@@ -1,6 +1,7 @@
 """A batch as its leaves: what a graph is specialized on, microbatches, and batches of another length."""
 
 import copy
+import dataclasses
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -27,19 +28,71 @@ def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
 
     Raises `CaptureError` for other values, and for tensors that have no strides.
     """
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)
-    leaves, spec = compat.pytree.tree_flatten(batch)
+    leaves, spec = compat.pytree.tree_flatten(_nodes(batch))
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             _check_layout(leaf)
             check_class(leaf, "the batch holds")
         elif not isinstance(leaf, _PLAIN):
             raise CaptureError(
-                f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists and tuples; "
-                f"{_instead_of(leaf)}"
+                f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists, tuples and "
+                f"dataclasses; {_instead_of(leaf)}"
             )
     return leaves, spec
+
+
+class _Fields:
+    """A dataclass of the batch, as a node of its tree; unflattened, it is that class again, without its constructor."""
+
+    def __init__(self, one: Any) -> None:
+        self.kind, self.held = type(one), {f.name: _nodes(getattr(one, f.name)) for f in dataclasses.fields(one)}
+        if more := getattr(one, "__dict__", {}).keys() - self.held:
+            raise CaptureError(
+                f"the batch holds a {_kind(one)} with the attribute {min(more)}, which is no field of it: declare it"
+            )
+
+    def flatten(self) -> tuple[list[Any], Any]:
+        return [*self.held.values()], (self.kind, tuple(self.held))
+
+    def flatten_with_keys(self) -> tuple[list[Any], Any]:
+        return [(compat.pytree.GetAttrKey(name), value) for name, value in self.held.items()], self.flatten()[1]
+
+    @staticmethod
+    def unflatten(values: Iterable[Any], context: Any) -> Any:
+        kind, names = context
+        made = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)  # it may be frozen
+        return made
+
+
+compat.pytree.register_pytree_node(
+    _Fields, _Fields.flatten, _Fields.unflatten, flatten_with_keys_fn=_Fields.flatten_with_keys
+)
+
+
+def _nodes(batch: Any) -> Any:
+    """``batch`` as dicts, lists, tuples and `_Fields`."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)
+    return compat.pytree.tree_map(lambda one: _Fields(one) if _has_fields(one) else one, batch)
+
+
+def _has_fields(one: Any) -> bool:
+    is_instance = dataclasses.is_dataclass(one) and not isinstance(one, type)
+    return is_instance and not isinstance(one, (*_PLAIN, torch.Tensor, torch.nn.Module, dict, list, tuple, set))
+
+
+def classes_of(batch: Any) -> list[type]:
+    """The classes of the batch's containers, whose methods the loss may call."""
+    found = dict.fromkeys([type(batch)])
+
+    def is_leaf(one: Any) -> bool:  # it is asked of every node
+        found[one.kind if isinstance(one, _Fields) else type(one)] = None
+        return False
+
+    compat.pytree.tree_flatten(_nodes(batch), is_leaf)
+    return [cls for cls in found if dataclasses.is_dataclass(cls) or issubclass(cls, (tuple, list, Mapping))]
 
 
 def _instead_of(value: Any) -> str:
@@ -74,9 +127,7 @@ def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = N
     """Places, among the batch's leaves, of attention masks that hide nothing, as tokenizers return them: eager looks
     at their values, and transformers drops them. The ranks of ``mesh`` find the same places together: those of masks
     that hide nothing on any. It warns of a mask that is kept though eager drops it for a microbatch, or on a rank."""
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)
-    leaves = compat.pytree.tree_flatten_with_path(batch)[0]
+    leaves = compat.pytree.tree_flatten_with_path(_nodes(batch))[0]
     masks = {i: leaf for i, (path, leaf) in enumerate(leaves) if path and _is_mask(path[-1], leaf)}
     if not masks:
         return ()
@@ -98,7 +149,7 @@ def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = N
 
 
 def _is_mask(key: Any, leaf: Any) -> bool:
-    named = str(getattr(key, "key", "")).endswith("attention_mask")
+    named = str(getattr(key, "key", getattr(key, "name", ""))).endswith("attention_mask")
     return named and has_values(leaf) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -110,9 +161,7 @@ def has_values(leaf: Any) -> bool:
 
 def leaves_by_name(batch: Any) -> dict[str, Any]:
     """The leaves of ``batch``, each by what it is called, such as ``batch['id']``."""
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)
-    found = compat.pytree.tree_flatten_with_path(batch)[0]
+    found = compat.pytree.tree_flatten_with_path(_nodes(batch))[0]
     return {f"batch{compat.pytree.keystr(path)}": leaf for path, leaf in found}
 
 

@@ -13,7 +13,15 @@ from torch import nn
 from stepgraph import compat
 from stepgraph.capture import checks, gradients
 from stepgraph.capture import guard as conditions
-from stepgraph.capture.batch import first_places, flatten_batch, has_values, leaves_by_name, microbatch, rebuilt
+from stepgraph.capture.batch import (
+    classes_of,
+    first_places,
+    flatten_batch,
+    has_values,
+    leaves_by_name,
+    microbatch,
+    rebuilt,
+)
 from stepgraph.capture.batch_reads import BatchReads
 from stepgraph.capture.explain import explained
 from stepgraph.capture.fake import OpenSizes, fake_mode
@@ -109,7 +117,8 @@ class StepTrace:
         self.mode = _mode_of([*live, *(t for i in self.tensor_leaves for t in unwrap(self.leaves[i])[0])], open_sizes)
         self.open_sizes = open_sizes
         self.landing: list[tuple[Slot, Wrapping | None]] = []
-        self.reads = Reads(self.reached, loss_fn, self.update.code() if self.update else {})
+        others = {f"{cls.__qualname__} of the batch": cls for cls in classes_of(batch)}
+        self.reads = Reads(self.reached, loss_fn, others | (self.update.code() if self.update else {}))
         self.reads.types.of_packages = open_sizes is not None
         self.replay = None if replayed is None else Replay(model, loss_fn, self.slots, self.mode, *replayed)
         self.changes: list[Change] = []

@@ -1,7 +1,9 @@
 """Batches: one tensor in two places, values that are equal and yet not the same, classes of transformers, layouts."""
 
+import dataclasses
 import math
 from collections import UserDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,40 @@ class Encoding(UserDict):
         if name == "data":
             raise AttributeError(name)
         return self.data[name]
+
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
+    by: Any = 1.0
+    n: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.x, self.n = self.x * 2, len(self.x)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    rows: Rows
+    more: dict
+
+    def scaled(self):
+        return self.rows.x * self.rows.by * SETTINGS["scale"]
+
+
+class Scaled(NamedTuple):
+    rows: Rows
+
+    @property
+    def x(self):
+        return self.rows.x * SETTINGS["scale"]
+
+
+SETTINGS = {"scale": 1.0}
+
+
+def by_fields(model, batch):
+    return (model(batch.scaled()) * batch.more["y"]).sin().sum() / batch.rows.n
 
 
 def by_identity(model, batch):
@@ -68,6 +104,8 @@ X = torch.linspace(-2, 2, 24).view(4, 6)
         (by_attribute, lambda: [{"x": X}, scaled(2.0)]),
         (by_attribute, lambda: [scaled(np.bool_(True)), scaled(3)]),
         (by_class, lambda: [Encoding(x=X), Encoding(x=X + 1)]),
+        (by_fields, lambda: [Pair(Rows(X), {"y": X}), Pair(Rows(X + 1), {"y": X})]),
+        (by_fields, lambda: [Pair(Rows(X, 2), {"y": X}), Pair(Rows(X, X), {"y": 2.0})]),
         (by_dtype, lambda: [{"x": X, "dtype": torch.float64, "by": 2}, {"x": X, "dtype": torch.bfloat16, "by": 2}]),
     ],
 )
@@ -77,6 +115,27 @@ def test_what_python_sees_of_a_batch(loss_fn, batches, accumulate):
     step = stepgraph.capture(model, loss_fn, first, passes="exact", accumulate=accumulate)
     for batch in (first, second, first):
         assert step.verify(batch).bitwise
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn"),
+    [
+        (lambda: Pair(Rows(X), {"y": X}), by_fields),
+        (lambda: Scaled(Rows(X)), lambda model, batch: model(batch.x).sin().mean()),
+    ],
+)
+def test_what_methods_of_a_batch_read(make, loss_fn, monkeypatch):
+    step = stepgraph.capture(nn.Linear(6, 6), loss_fn, make(), passes="exact")
+    monkeypatch.setitem(SETTINGS, "scale", 3.0)
+    with pytest.warns(UserWarning, match="SETTINGS changed from .* captured again"):
+        assert step.verify(make()).bitwise
+
+
+def test_an_attribute_that_is_no_field_is_refused():
+    rows = Rows(X)
+    rows.extra = 1
+    with pytest.raises(CaptureError, match="Rows with the attribute extra, which is no field of it"):
+        stepgraph.capture(nn.Linear(6, 6), lambda m, b: m(b.x).mean(), rows)
 
 
 def test_a_number_that_is_none_is_no_new_form():
