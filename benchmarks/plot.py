@@ -29,7 +29,7 @@ Panel = tuple[str, str, Sequence[Any]]  # title, device, rows
 @dataclass(frozen=True)
 class Bars:
     """What a bar is: ``value(row, ms)`` of a row whose step takes ``ms``. ``unit``: of the axis. ``text(row, rows)``:
-    what stands next to a bar."""
+    the text next to a bar."""
 
     unit: str
     value: Callable[[Any, float], float]

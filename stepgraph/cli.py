@@ -44,13 +44,15 @@ USAGE = """usage: stepgraph COMMAND [options]
 Capture a transformer's whole training step as one FX graph, rewrite it with explicit passes, run it.
 
 commands:
-  train [PRESET] [options]   train a model (default preset: llama3-debug); see stepgraph train --help
-  compile [PRESET] [options] save its step in a folder, for train --saved-steps FOLDER; see stepgraph compile --help
-  bench NAME [options]       measure it next to eager and torch.compile; see stepgraph bench --help
-  plan PRESET [options]      forecast its step on a cluster of GPUs, without one; see stepgraph plan --help
-  sample RUN --prompt TEXT   write text with its model; see stepgraph sample --help
-  export RUN --out FOLDER    write its model and tokenizer for Hugging Face; see stepgraph export --help
-  inspect RUN|PRESET         show a step as a page for the browser; see stepgraph inspect --help
+  train [PRESET] [options]   train a model (default preset: llama3-debug)
+  compile [PRESET] [options] compile a run's step ahead of time, for train --saved-steps FOLDER
+  bench NAME [options]       measure stepgraph next to eager, torch.compile and others
+  plan PRESET [options]      forecast a step on a GPU cluster, without GPUs
+  sample RUN --prompt TEXT   generate text with a run's model
+  export RUN --out FOLDER    write a run's model and tokenizer as a Hugging Face checkpoint
+  inspect RUN|PRESET         write a step's HTML page: time, memory, passes, nodes
+
+stepgraph COMMAND --help shows a command's options.
 
 options:
   -h, --help                 show this text and exit
@@ -74,10 +76,10 @@ _SPEAKS_AFTER_S = 5
 
 #: For the commands that take the options of a run.
 _DESCRIPTIONS = {
-    "train": "Train a language model from one captured step graph. --config FILE.toml, or the config.json of a run, "
-    "gives the defaults of the other options.",
-    "compile": "Make the step that stepgraph train would run with these options, without training, and save it in the "
-    "folder --out, for stepgraph train --saved-steps FOLDER.",
+    "train": "Train a language model with one captured step graph. --config FILE.toml, or a run's config.json, sets "
+    "defaults for the other options.",
+    "compile": "Compile the step that stepgraph train would run with these options, without training, and save it in "
+    "the folder --out, for stepgraph train --saved-steps FOLDER.",
 }
 
 _HOUSE = Path(__file__).parent
@@ -109,7 +111,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _silence(*streams: TextIO) -> None:
-    """Send what these ``streams`` still hold nowhere, or it would be tried again as the process ends."""
+    """Discard what these ``streams`` still buffer, or Python would try to write it again at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream.fileno())
@@ -117,7 +119,7 @@ def _silence(*streams: TextIO) -> None:
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Inside, a warning of our own is one line without a place in our sources, as an error is."""
+    """Inside, our own warnings are one line without a source location, like errors."""
     before = warnings.formatwarning
 
     def plain(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> str:
@@ -145,7 +147,7 @@ def _status(arguments: list[str]) -> int:
 
 
 def _tell(error: str) -> None:
-    """Print an error of use; of ranks that make the same one the first does."""
+    """Print a usage error; if several ranks have the same one, only the first prints it."""
     if "RANK" in os.environ:
         from stepgraph import parallel
 
@@ -162,7 +164,7 @@ def _dispatch(arguments: list[str]) -> int:
         full, options = f"bench {rest[0]}", rest[1:]
     if full in COMMANDS and _helped(full, options):
         return 0
-    # Ranks and what starts them import torch at once, if their options need no check by this process.
+    # Ranks import torch at once, unless this process must check their options first.
     nproc = ranks_asked_for(rest) if command == "train" else None
     if full in COMMANDS and not nproc:
         _load_torch()
@@ -260,7 +262,7 @@ def _helped(command: str, words: list[str]) -> bool:
 
 def _refuse_unknown(preset: str, command: str) -> None:
     if command == "train" and (Path(preset) / "config.json").is_file():
-        raise ValueError(f"{preset} is the folder of a model, not a preset: give it as --init-from-hf {preset}")
+        raise ValueError(f"{preset} is the folder of a model, not a preset: pass it as --init-from-hf {preset}")
     if preset not in PRESETS:
         raise unknown_name("preset", preset, PRESETS)
 

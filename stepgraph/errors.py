@@ -71,7 +71,7 @@ class TraceError(CaptureError, RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what ``error`` says, at most 300 characters of it."""
+    """The first line of ``error``, cut to 300 characters."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "(no message)")
     return line if len(line) <= 300 else f"{line[:300]} ..."
 
@@ -90,10 +90,10 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
 
 
 def require_file(path: Path) -> None:
-    """Raise ``ValueError`` where ``path`` is a folder, a pipe or a device. One that is not there is let pass."""
+    """Raise ``ValueError`` where ``path`` is a folder, a pipe or a device. A missing one is accepted."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device, which cannot be read again"
-        raise ValueError(f"{path} is {kind}: give a file")
+        raise ValueError(f"{path} is {kind}: use a file")
 
 
 def read_json(path: Path, loads: Callable[[Any], Any] = json.loads) -> Any:
@@ -123,7 +123,7 @@ def require_words(name: str, given: object) -> None:
     if isinstance(given, str):
         raise ValueError(f"{name}={given!r} is one word; allowed is a tuple of them: {name}=({given!r},)")
     if not isinstance(given, Collection) or not all(isinstance(word, str) for word in given):
-        raise ValueError(f"{name}={given!r} is not allowed; give a tuple of words, or () for none")
+        raise ValueError(f"{name}={given!r} is not allowed; use a tuple of words, or () for none")
 
 
 def unknown_name(kind: str, given: object, allowed: Iterable[object]) -> ValueError:

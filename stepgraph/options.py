@@ -17,22 +17,22 @@ class DataOptions:
     """What is read."""
 
     data: str = "stdlib"
-    """stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME, hf-stream:NAME; several, patterns; A:0.7,B:0.3."""
+    """stdlib, FILE.txt, FILE.jsonl (or .gz), FILE.parquet, hf:NAME, hf-stream:NAME; patterns; A,B or A:0.7,B:0.3."""
 
     text_field: str = "text"
     """Field or column that holds the text, in jsonl and parquet files and Hugging Face's data sets."""
 
     val_data: str | None = None
-    """Validate on these, each with its own loss in the metrics: A,B. None: on 5% of --data, of each of its parts."""
+    """Validate on these sets, A,B, each with its own loss in the metrics. Default: 5% of each part of --data."""
 
     tokenizer: str = "bytes"
     """bytes (one token per byte) or the path of a tokenizer.json."""
 
     data_cache: Path | None = None
-    """Folder for tokens, written once for each pair of data and tokenizer; default ~/.cache/stepgraph/tokens."""
+    """Token cache, written once per data and tokenizer. Default: ~/.cache/stepgraph/tokens."""
 
     document_mask: Literal["auto", "on", "off"] = "auto"
-    """on: attention stays within each document of a row, whose positions begin at 0. auto: on for conversations."""
+    """on: attention stays within each document, with positions from 0. auto: on for conversations."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class LossOptions:
     """dpo: direct preference optimization, on pairs of a chosen and a rejected answer, next to a frozen reference."""
 
     beta: float = 0.1
-    """With --loss dpo, how strongly the reference holds the model: rewards are beta times log-probability ratios."""
+    """With --loss dpo, how strongly the model is kept near the reference: rewards are beta times log ratios."""
 
     label_smoothing: float = 0.0
     """With --loss dpo, the share of pairs whose preference is assumed to be wrong, in [0, 0.5)."""
 
     reference: Path | None = None
-    """With --loss dpo, the frozen model's folder. None: the initial weights; with --lora, no adapter."""
+    """With --loss dpo, the frozen model's folder. Default: the initial weights; with --lora, no adapter."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class BatchOptions:
     """The batch of a step."""
 
     seq_len: int = 256
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
 
     batch_size: int = 8
-    """Sequences in a microbatch of one data-parallel rank."""
+    """Sequences per microbatch and data-parallel rank."""
 
     precision: Literal["fp32", "bf16-autocast", "bf16"] = "fp32"
     """bf16-autocast: fp32 parameters, torch.autocast. bf16: bf16 parameters, fp32 master weights and AdamW state."""
@@ -79,7 +79,7 @@ class UpdateOptions:
     """The update of a step."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks, AdamW for all else; both with the learning rate and decay of AdamW."""
+    """muon: Muon for the blocks' matrices, AdamW for the rest, both with --lr and --weight-decay."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class OptimizerOptions(UpdateOptions):
     """Length and optimizer."""
 
     steps: int = 150
-    """Optimizer updates in the whole run; after --resume those already done count too."""
+    """Optimizer updates in the whole run, including those before --resume."""
 
     epochs: float | None = None
-    """Passes over the training data, in place of --steps."""
+    """Passes over the training data, instead of --steps."""
 
     seed: int = 0
     """Seeds the weights, the data order and dropout. On a CPU, two runs with one seed are bitwise equal."""
@@ -108,7 +108,7 @@ class OptimizerOptions(UpdateOptions):
     """Steps of linear warm-up."""
 
     decay_fraction: float = 0.2
-    """Share of --steps that the decay of the wsd schedule takes, in (0, 1]."""
+    """With --schedule wsd, the share of --steps spent decaying, in (0, 1]."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
@@ -120,10 +120,10 @@ class OptimizerOptions(UpdateOptions):
     """AdamW's decoupled weight decay."""
 
     max_grad_norm: float | None = 1.0
-    """Clip gradients to this total L2 norm. None: no clipping."""
+    """Clip gradients to this total L2 norm. Default: no clipping."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """When a loss or gradient norm is not finite: stop the run, or skip the step without any change."""
+    """On a loss or gradient norm that is not finite: stop the run, or skip the step and change nothing."""
 
     max_skipped: int = 10
     """With --on-nonfinite skip: stop after this many consecutive skipped steps."""
@@ -134,34 +134,34 @@ class MeshOptions:
     """Microbatches and ranks."""
 
     accumulate: int = 1
-    """Microbatches in a step: a step takes accumulate * batch_size * seq_len tokens per data-parallel rank."""
+    """Microbatches per step; a step has accumulate * batch_size * seq_len tokens per data-parallel rank."""
 
     mesh: str | None = None
-    """Ranks, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS; cp, tp, pp, ep. None: one process."""
+    """Mesh, as in pp=2,fsdp=4,tp=2: fsdp=N, ddp=N or hsdp=REPLICASxSHARDS; cp, tp, pp, ep. Default: one process."""
 
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype that gradients are reduced in over the mesh."""
 
     context: Literal["auto", "ulysses", "gather"] = "auto"
-    """With cp: exchange tokens for heads (ulysses), or gather keys and values; auto: by heads where cp divides them."""
+    """With cp: exchange tokens for heads (ulysses), or gather keys and values. auto: ulysses if cp divides heads."""
 
     pipeline: Literal["1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"] | None = None
-    """With pp in the mesh, the order in which its ranks run the --accumulate microbatches. None: 1f1b."""
+    """With pp: the schedule of the --accumulate microbatches. Default: 1f1b."""
 
     split: str | None = None
-    """With pp, the first block of each stage, as in 0,9,17,25. None: the most even cut by the cost model."""
+    """With pp: the first block of each stage, as in 0,9,17,25. Default: balanced by the cost model."""
 
     stage_sends: Literal["point-to-point", "symmetric"] = "point-to-point"
-    """With pp: how stages send, through process groups (NCCL), or within a machine into each other's memory."""
+    """With pp: send through process groups (NCCL), or within one machine into the receiver's memory (symmetric)."""
 
     expert_capacity: float = 2.0
-    """With ep: size of exchange buffers over the balanced load. A step that needs more is repeated with larger ones."""
+    """With ep: buffer size in units of the balanced load. A step that needs more is repeated with larger buffers."""
 
     expert_chunks: int | Literal["auto"] = 1
-    """With ep: split a layer's tokens into N chunks; one travels while experts compute another. auto: by cost."""
+    """With ep: split a layer's tokens into N chunks; one is sent while another is computed. auto: by forecast cost."""
 
     expert_exchange: Literal["collectives", "symmetric"] = "collectives"
-    """With ep: how tokens travel, by torch's collectives, or within a machine over symmetric memory, by our kernels."""
+    """With ep: send tokens by torch's collectives, or within one machine in our kernels over symmetric memory."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,13 @@ class LaunchOptions:
     """Number of processes to start on this machine, one per device. Not with torchrun, which starts them itself."""
 
     max_restarts: int = 0
-    """With --nproc: how often all ranks start again from the newest checkpoint when one fails. torchrun has its own."""
+    """With --nproc: how often all ranks restart from the newest checkpoint after a failure. torchrun has its own."""
 
     comm_timeout: float = 300.0
-    """Seconds that ranks may take to start, and a step beyond the slowest one so far, before all ranks end as hung."""
+    """Seconds that ranks may take to start, or a step to exceed the slowest so far, before all ranks end as hung."""
 
     first_step_timeout: float = 60.0
-    """Seconds in the first steps without progress of any rank before all end as hung; compiling counts as progress."""
+    """Seconds without progress on any rank in the first steps before all end as hung; compiling counts as progress."""
 
 
 @dataclass(frozen=True)
@@ -189,12 +189,12 @@ class StepOptions:
     """exact: only passes that stay bitwise equal to eager. default: also passes that may round differently."""
 
     disable_pass: tuple[str, ...] = ()
-    """Leave a pass out, by name."""
+    """Name of a pass to leave out."""
 
     memory: str = "none"
-    """Activations to recompute: none, full, selective, or keep at most budget=40GiB or budget=0.5 (a share of all);
-    peak=70GiB or peak=90% (of the GPU): recompute and offload as little as needed; layers.*.mlp=recompute,
-    =offload or =keep, alone or after a comma: for modules."""
+    """Activations to recompute: none, selective or full; budget=40GiB or budget=0.5 (of all): keep at most this;
+    peak=70GiB or peak=90% (of the GPU): recompute and offload as little as needed. For modules, alone or after a
+    comma: layers.*.mlp=recompute, =offload or =keep."""
 
     offload_optimizer: bool = False
     """Keep the optimizer's state in page-locked host memory, and update parameters in parts of about a GiB of state."""
@@ -203,44 +203,44 @@ class StepOptions:
     """full: compile the graph with Inductor, up to a minute; regional: only norms, RoPE, SwiGLU; off: nothing."""
 
     any_length: bool = False
-    """Serve batches of any length: only the first is compiled, by kernels that may be slower than for one length, and
-    from the seventh on most are not traced."""
+    """Compile once for batches of any length, with kernels that may be slower. From the seventh length on, most are not
+    traced either."""
 
     norm: Literal["auto", "kernel", "inductor", "eager"] = "auto"
     """How RMS and layer norms run: our kernels, inside Inductor's, or operator by operator; auto: the fastest for
     each."""
 
     attention: Literal["auto", "cudnn", "flash2", "fa4", "flex", "eager"] = "auto"
-    """Kernels of attention: cuDNN's, FlashAttention 2 or 4, Flex, or as torch chose; auto: the fastest measured."""
+    """Attention kernels: cuDNN, FlashAttention 2 or 4, FlexAttention, or torch's choice. auto: the fastest measured."""
 
     epilogues: Literal["torch", "quack", "auto"] = "torch"
-    """GELU and its gradient apart, or in QuACK's products (pip install quack-kernels); auto: where those were measured
-    to be faster alone."""
+    """Run GELU and its gradient separately, or inside QuACK's products (pip install quack-kernels). auto: inside where
+    that was measured faster in isolation."""
 
     loss_chunks: int | Literal["auto"] = "auto"
-    """Split logits and loss into N chunks of the tokens to save memory; auto: as many as keep the logits near a GiB."""
+    """Compute logits and loss in N chunks of tokens, to save memory. auto: chunks of about 1 GiB of logits."""
 
     tiles: int | Literal["auto"] = "auto"
-    """Compute MLPs, norms and projections in N tiles of the sequence, and again in backward, to save memory; auto:
-    one, or with --memory peak= as many as needed."""
+    """Compute MLPs, norms and projections in N tiles of the sequence, and again in backward, to save memory. auto: 1,
+    or with --memory peak= as many as needed."""
 
     fp8: Literal["off", "tensorwise", "rowwise", "rowwise-bf16-weight-gradients"] = "off"
-    """Multiply in fp8 in linear layers, with one scale for each matrix or each row; heads and routers stay in bf16."""
+    """Run linear layers in fp8, with one scale per matrix or per row; heads and routers stay in bf16."""
 
     fp8_skip: tuple[str, ...] = ()
-    """Leave linear layers in bf16, by a pattern of their module paths, as in layers.0.*"""
+    """Keep linear layers in bf16, by a pattern of their module paths, as in layers.0.*"""
 
     fp8_experts: bool = False
-    """With --fp8, multiply experts' rows in fp8 too, with one scale for each row."""
+    """With --fp8, run expert products in fp8 too, with one scale per row."""
 
     reshard: Literal["auto", "always", "never"] = "auto"
-    """Gather parameters again in backward instead of keeping them. auto: where the GPU's memory would not suffice."""
+    """Gather parameters again in backward instead of keeping them. auto: only if they would not fit in memory."""
 
     async_tp: bool = False
     """Overlap the collectives of tensor parallelism with matrix products, chunk by chunk; within one machine."""
 
     copy_engines: bool = False
-    """Gather parameters and reduce gradients by the GPUs' copy engines, not NCCL's kernels; within one machine."""
+    """Gather parameters and reduce gradients with copy engines instead of NCCL's kernels; within one machine."""
 
     cuda_graph: bool = True
     """Replay the whole step as one CUDA graph. No effect on a CPU."""
@@ -273,16 +273,16 @@ class RecordOptions:
     """Microbatches in a validation."""
 
     sample_every: int = 0
-    """Steps between samples of text, a multiple of --val-every; the end of the run has one too. 0: none."""
+    """Steps between text samples, a multiple of --val-every; one more at the end of the run. 0: none."""
 
     sample_prompt: str = ""
-    """What samples begin with; in a run on conversations, a user's message. Empty: the start of a document."""
+    """Prompt of the samples; in a run on conversations, a user message. Empty: the start of a document."""
 
     checkpoint_every: int = 50
     """Steps between checkpoints. 0: only at the end."""
 
     save: Literal["auto", "behind", "wait"] = "auto"
-    """behind: train while a copy of the state in host memory is written; wait: until it is written; auto: by device."""
+    """behind: train while a copy of the state in host memory is written. wait: wait for the write. auto: by device."""
 
     keep_checkpoints: int = 2
     """Newest checkpoints kept; older ones are deleted."""
@@ -303,7 +303,7 @@ class RecordOptions:
     """Write the graph before and after each pass, as readable text, into the run folder."""
 
     verify: bool = False
-    """Compare the captured step with eager before the first step; with --passes exact, end where a bit differs."""
+    """Compare the captured step with eager before the first step; with --passes exact, any difference ends the run."""
 
     profile: str | None = None
     """Trace these steps, as in 10:13 (10, 11 and 12), for Perfetto, and put measured times on the run's page."""
@@ -312,23 +312,23 @@ class RecordOptions:
     """Record the GPU's allocations in the first steps, for torch's memory viewer: memory_snapshot.pickle."""
 
     saved_steps: str = "auto"
-    """Folder of saved steps: load the compiled step from there, or save it there. auto: your cache; off: neither."""
+    """Folder to load the compiled step from, or save it to. auto: your cache. off: neither."""
 
     out: Path | None = None
-    """Run folder, new or empty; of compile, the folder for the saved step. None: runs/PRESET-UTC_TIME."""
+    """Run folder, new or empty (compile: the folder for the saved step). Default: runs/PRESET-UTC_TIME."""
 
     resume: Path | None = None
-    """Continue the run in this folder, or from RUN/checkpoints/step-N; its config.json gives the options' defaults."""
+    """Continue the run in this folder, or from RUN/checkpoints/step-N, with the defaults of its config.json."""
 
     init_from_hf: Path | None = None
-    """Start from the Hugging Face checkpoint in this folder, or of this name on the Hub; without PRESET, its model."""
+    """Start from this Hugging Face checkpoint, a folder or a name on the Hub; without PRESET, with its model."""
 
     lora: str | None = None
-    """Train an adapter by peft, as in r=16,alpha=32,targets=all-linear (or q_proj+experts); dropout=0.1, dora and
-    rslora may follow. None: train all weights."""
+    """Train a peft adapter, as in r=16,alpha=32,targets=all-linear (or q_proj+experts); dropout=0.1, dora and
+    rslora may follow. Default: train all weights."""
 
     quantize: Literal["nf4", "fp8"] | None = None
-    """With --lora, frozen linear layers in 4 bits as bitsandbytes has them (QLoRA), or in fp8. None: as they are."""
+    """With --lora, store frozen linear layers in bitsandbytes' 4 bits (QLoRA), or in fp8. Default: not quantized."""
 
     export_hf: Path | None = None
     """At the end, write the weights to this folder as a Hugging Face checkpoint."""

@@ -101,7 +101,7 @@ def capture(
     for name, folder in (("dump", dump), ("saved", saved)):  # a file as ``saved`` costs a warning
         named = folder is None or isinstance(folder, str | Path)
         if not named or (name == "dump" and folder is not None and Path(folder).is_file()):
-            raise ValueError(f"{name}={folder!r} is not a folder; give the path of one, which may be new")
+            raise ValueError(f"{name}={folder!r} is not a folder; use the path of one, which may be new")
     skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
     spec = StepSpec(
         model,
@@ -256,7 +256,7 @@ class CapturedStep:
             except ExceededError as exceeded:
                 exceeded.grow()
                 self._forms.drop_exceeded(exceeded.ratios)
-            self._current = None  # its memory is free for what is captured next
+            self._current = None  # its memory is free for the next capture
 
     def verify(self, batch: Any, *, locate: bool = False) -> VerifyReport:
         """Compare the step with eager on ``batch``, both from the current state, which is restored afterwards.
@@ -304,7 +304,7 @@ class CapturedStep:
         return self._current is not None and self._current.after is not None
 
     def from_now(self) -> Callable[[], str | None]:
-        """Says later, in words, what has changed from now on of what Python read at the capture of the latest call's
+        """Reports later what has changed since now in the Python values read at the capture of the latest call's
         form; None for nothing."""
         return self._current.plain.from_now()
 
@@ -403,7 +403,7 @@ def _of_another_form(batch: Any) -> str:
     """What lines begin with while ``batch`` is captured in the midst of a run."""
     tensors = ((name, leaf) for name, leaf in leaves_by_name(batch).items() if isinstance(leaf, torch.Tensor))
     name, first = next(tensors, ("", None))
-    return "a batch of another form: " if first is None else f"a batch of another form, {name} {[*first.shape]}: "
+    return "another form of batch: " if first is None else f"another form of batch, {name} {[*first.shape]}: "
 
 
 def _refuse_modes() -> None:

@@ -78,7 +78,7 @@ def test_the_folder_of_a_model_is_no_preset(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     done = run("train", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.endswith(
-        f": give it as --init-from-hf {tmp_path}\n"
+        f": pass it as --init-from-hf {tmp_path}\n"
     )
 
 
@@ -339,7 +339,7 @@ def test_help_shows_the_first_options_and_help_all_every_one_with_its_text(capsy
 
 def test_compile_help_says_what_it_does_with_the_options_of_train(capsys):
     shown = helped(capsys, "compile", "--help")
-    assert "Make the step that stepgraph train would run" in shown and "Train a language model" not in shown
+    assert "Compile the step that stepgraph train would run" in shown and "Train a language model" not in shown
 
 
 def test_no_preset_is_llama3_debug():
@@ -423,20 +423,20 @@ def test_an_error_for_people_is_one_line_and_a_defect_keeps_its_traceback(monkey
 
     install(monkeypatch, "train.trainer", run=refuse)
     assert exit_status("train") == 2
-    assert capsys.readouterr().err == "error: data file is empty: give another\n"
+    assert capsys.readouterr().err == "error: data file is empty: use another\n"
     install(monkeypatch, "train.trainer", run=break_down)
     with pytest.raises(RuntimeError, match="a defect"):
         cli.main(["train"])
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"html=.* is a folder: give a file in it"):
+    with pytest.raises(ValueError, match=r"html=.* is a folder: use a file in it"):
         require_folder(tmp_path, "html")
     (tmp_path / "steps").touch()
-    with pytest.raises(ValueError, match=r"out=.*steps is a file: give a folder"):
+    with pytest.raises(ValueError, match=r"out=.*steps is a file: use a folder"):
         compile_step(parse_train(["--out", str(tmp_path / "steps")], "compile"))
     monkeypatch.setattr("stepgraph.config.command_line.os.access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(ValueError, match=r"json=.*x.json cannot be written: give a file in a folder that can be"):
+    with pytest.raises(ValueError, match=r"json=.*x.json cannot be written: use a file in a folder that can be"):
         require_folder(tmp_path / "x.json")
 
 

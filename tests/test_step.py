@@ -107,7 +107,7 @@ def test_the_number_of_captures_is_bounded(traces, monkeypatch):
     both = Pair(nn.Linear(6, 6), pair(1))
     both.check(pair(2))
     both.check(pair(1))
-    with pytest.warns(UserWarning, match="2 forms of the step are captured already") as told:
+    with pytest.warns(UserWarning, match="2 variants of the step are captured already") as told:
         both.check(pair(3))  # drops the form with two rows
     assert told[0].filename == __file__, "the caller's line is named"
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def test_the_number_of_captures_is_bounded(traces, monkeypatch):
 def test_many_captures_are_told_once_and_kept(traces, monkeypatch):
     monkeypatch.setattr(forms, "FEW_CAPTURES", 1)
     both = Pair(nn.Linear(6, 6), pair(1))
-    with pytest.warns(UserWarning, match="1 forms of the step are captured already. Each costs a capture"):
+    with pytest.warns(UserWarning, match="1 variants of the step are captured already. Each costs a capture"):
         both.check(pair(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

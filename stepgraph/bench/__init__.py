@@ -9,17 +9,14 @@ USAGE = """usage: stepgraph bench NAME [options]
 Compare stepgraph with eager, torch.compile and other packages, on the same inputs.
 
 names:
-  step [PRESET ...] [options]        one training step; see stepgraph bench step --help
-  train [PRESET] [options]           one training step over several devices, next to torchtitan; see stepgraph
-                                     bench train --help
+  step [PRESET ...] [options]        one training step, next to eager and torch.compile
+  train [PRESET] [options]           one training step on several devices, next to torchtitan
   model NAME ... [options]           one training step of unmodified transformers models, next to eager, torch.compile
                                      and Liger; see stepgraph bench model --help
   norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, next to other
                                      packages' kernels; see stepgraph bench norm --help
   report FILE.json ...  recorded measurements as Markdown tables
 """
-
-
 #: Name -> the module that measures.
 _MODULES = {name: f"stepgraph.bench.{name}.command" for name in ("step", "train", "model", "norm")}
 _MODULES["report"] = "stepgraph.bench.report"

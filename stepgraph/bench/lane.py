@@ -83,7 +83,7 @@ class Lane:
                 print(json.dumps(request), file=self.process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """The answer to what was sent last, as `ask` gives it."""
+        """The answer to the last message, as from `ask`."""
         if self.process is None:
             return {}
         patience_s = 30.0
@@ -92,10 +92,10 @@ class Lane:
             answer = json.loads(line)
         elif line is not None:
             code = self.process.wait()
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             answer = {"error": f"its process {how}"}
         else:
-            answer, patience_s = {"error": f"not done after {by - self._sent:.4g} s"}, 0.0
+            answer, patience_s = {"error": f"not finished after {by - self._sent:.4g} s"}, 0.0
         if "error" in answer:
             self.row.error = answer["error"]
             note(self.row, f"failed: {self.row.error}")
@@ -110,7 +110,7 @@ class Lane:
             # One answer a request: none is left in the buffer of stdout.
             if select.select([self.process.stdout], [], [], min(left, SPEAKS_EVERY_S))[0]:
                 return self.process.stdout.readline()
-            note(self.row, f"waited for, {time.monotonic() - self._sent:.0f} s")
+            note(self.row, f"waiting, {time.monotonic() - self._sent:.0f} s")
         return None
 
     def keep(self, answer: dict[str, Any]) -> None:
@@ -138,7 +138,7 @@ def measured(
     model next to each other, and build at once; only when all are built is the first one timed.
 
     A model's providers take turns, each time beginning with another one, so that what else the machine does falls on
-    the same for all: ``rounds`` rounds of ``steps`` steps. ``conclude(lane)``: fills in what follows from the figures.
+    the same for all: ``rounds`` rounds of ``steps`` steps. ``conclude(lane)``: computes the derived figures.
     ``build_apart``: one builds after the other, which on a CPU would take its processors.
     """
     for group in groups:
@@ -161,7 +161,7 @@ def measured(
 def _begins(lane: Lane) -> bool:
     """Whether time is left for ``lane``; its row says so if not."""
     if over := time.monotonic() >= lane.until:
-        lane.row.error = "not begun: the time for all was over"
+        lane.row.error = "not started: out of time"
         note(lane.row, lane.row.error)
     return not over
 
@@ -192,7 +192,7 @@ def _conclude(row: Row) -> None:
     row.step_ms = median(row.step_ms_all)
     if "compile" in row.provider:
         row.compile_s = row.first_step_s - row.step_ms / 1000
-    note(row, f"{row.step_ms:.4g} ms a step")
+    note(row, f"{row.step_ms:.4g} ms per step")
 
 
 def take_job() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:

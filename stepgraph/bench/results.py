@@ -125,5 +125,5 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is not a record of stepgraph bench step, train, norm or model: give a file that --json wrote"
+            f"{path} is not a record of stepgraph bench step, train, norm or model: use a file that --json wrote"
         ) from error

@@ -80,7 +80,7 @@ class Row(ProviderRow):
 
 
 def note(row: ProviderRow, text: str) -> None:
-    """Print how far the provider of ``row`` is; on stderr, so that stdout holds the result alone."""
+    """Print how far the provider of ``row`` is; on stderr, so that stdout holds only the result."""
     print(f"{row.model} | {row.provider} | {text}", file=sys.stderr, flush=True)
 
 
@@ -209,11 +209,11 @@ def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]
     best = best_compile(rows)
     steps, repeats = settings["steps"], settings["repeats"]
     together = settings.get("together", 1)  # records from before that option lack it
-    turns = "providers take turns" if settings["device"] == "cpu" else "one provider after another"
+    turns = "providers interleaved" if settings["device"] == "cpu" else "one provider after another"
     if settings["device"] != "cpu" and together > 1:
-        turns = f"{together} providers built together take turns"
+        turns = f"{together} providers built together, interleaved"
     of = f"{repeats} repeat{'s' * (repeats != 1)}"
-    notes = [f"step ms: median of {of}, each the median of {steps} steps; {turns}, a process each"]
+    notes = [f"step ms: median of {of}, each the median of {steps} steps; {turns}, one process per provider"]
     if best:
         notes.append(f"vs compile: times as fast as the best torch.compile mode measured ({best.provider})")
     if settings["device"] == "cpu":

@@ -75,7 +75,7 @@ def named(name: str) -> torch._ops.OpOverload:
 
 
 def _check(name: str, fake: Callable, made: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise unless ``fake``, which the graph was traced with, says the dtypes of what was ``made``."""
+    """Raise unless ``fake``, used in the trace, has the dtypes of the real result ``made``."""
     with compat.FakeTensorMode() as mode:
         fakes = compat.pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, dict(kwargs)))
         said = fake(*fakes[0], **fakes[1])

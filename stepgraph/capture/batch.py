@@ -18,7 +18,7 @@ from stepgraph.capture.state import check_class, unwrap
 from stepgraph.errors import CaptureError, warn_caller
 from stepgraph.graph.aliases import memory_span
 
-#: Values that are no tensors, which are constants of the graph; NumPy's scalars are numbers.
+#: Values that are not tensors, which are constants of the graph; NumPy's scalars are numbers.
 _PLAIN = (Number, np.bool_, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _SHORTEST = 4
 

@@ -24,7 +24,7 @@ class BatchReads:
 
     ``places``: for each placeholder of the trace whose values are known, the place of its leaf in the batch.
     ``buffers``: and the live buffer of each. ``open_sizes``: whether everything that Python reads is kept, because
-    in a trace with open sizes what follows from literals may depend on the sizes.
+    in a trace with symbolic sizes what follows from literals may depend on the sizes.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BatchReads:
             )
 
     def at(self, size: Callable[[Any], Any]) -> "BatchReads":
-        """The same reads, of a trace with open sizes, at the sizes that ``size`` gives."""
+        """The same reads, of a trace with symbolic sizes, at the sizes that ``size`` gives."""
         other = copy.copy(self)
         other._size = size
         return other

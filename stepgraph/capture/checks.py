@@ -101,7 +101,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def check_arguments(model: Any, loss_fn: Any, batch: Any, optimizer: Any) -> None:
-    """Raise unless each argument of ``capture`` is of the kind that its place asks for."""
+    """Raise unless each argument of ``capture`` has the right type."""
     places = "capture takes (model, loss_fn, batch, optimizer)"
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is {_kind(model)}, not an nn.Module; {places}")
@@ -135,7 +135,7 @@ def _kind(given: Any) -> str:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise for modules whose forward a trace does not see, and for modules that have no form yet."""
+    """Raise for modules whose forward cannot be traced, and for lazy modules without shapes."""
     for path, module in named_modules(model):
         if any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=False)):
             raise CaptureError(
@@ -175,7 +175,7 @@ def check_max_norm(max_grad_norm: float | None) -> None:
     """Raise unless ``max_grad_norm`` is None or above 0."""
     number = isinstance(max_grad_norm, Real | torch.Tensor) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (number and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a number above 0; give None for no clipping")
+        raise ValueError(f"max_grad_norm={max_grad_norm!r} must be a number above 0; pass None for no clipping")
 
 
 def skips_nonfinite(on_nonfinite: str, optimizer: Any) -> bool:
@@ -184,7 +184,7 @@ def skips_nonfinite(on_nonfinite: str, optimizer: Any) -> bool:
     if on_nonfinite not in allowed:
         raise unknown_name("on_nonfinite", on_nonfinite, allowed)
     if on_nonfinite == "skip" and optimizer is None:
-        raise ValueError("on_nonfinite='skip' leaves out the optimizer's update, and none is given; give optimizer=")
+        raise ValueError("on_nonfinite='skip' leaves out the optimizer's update, and none is given; pass optimizer=")
     return on_nonfinite == "skip"
 
 
@@ -314,8 +314,8 @@ def refuse_batch_in_buffers(held: Sequence[tuple], of_batch: Sequence[torch.Tens
     memory = set(storages(of_batch)) - {0}
     for slot, old, new in held:
         if new is not old and isinstance(new, torch.Tensor) and storages([new])[0] in memory:
-            fix = "which its caller may write to later; assign a clone()"
-            _refuse(f"forward puts a tensor of the batch into {slot.name}, {fix}", exact)
+            fix = "which the caller may overwrite later; assign a clone()"
+            _refuse(f"forward stores a tensor of the batch in {slot.name}, {fix}", exact)
 
 
 def refuse_attributes_set(slots: Sequence[Slot], tensors: Sequence[torch.Tensor], exact: bool) -> None:
@@ -323,7 +323,7 @@ def refuse_attributes_set(slots: Sequence[Slot], tensors: Sequence[torch.Tensor]
     for slot, tensor in zip(slots, tensors, strict=True):
         for name in compat.attributes_set(tensor, slot.tensor):
             fix = "keep what the next step is to read in a buffer, or set it before"
-            _refuse(f"forward sets {slot.name}.{name}, which a captured step leaves as it is; {fix}", exact)
+            _refuse(f"forward sets {slot.name}.{name}, which a captured step does not change; {fix}", exact)
 
 
 def refusing_facts(
@@ -333,8 +333,8 @@ def refusing_facts(
     flat: Sequence[torch.Tensor],
     batch: Iterable[slice],
 ) -> contextlib.AbstractContextManager[None]:
-    """Inside, `CaptureError` is raised for what a trace cannot say of eager's tensors: how often they were written, of
-    what they are views, what gradient a parameter has from other steps, and what forward gives other memory.
+    """Inside, `CaptureError` is raised for what a trace does not know of eager's tensors: how often they were written,
+    of what they are views, what gradient a parameter has from other steps, and what forward gives other memory.
 
     ``tensors``: the model's, in its ``slots``. ``flat``: the graph's inputs; ``batch``: the batch's among them.
     """
@@ -352,20 +352,20 @@ def refusing_facts(
         if name.startswith("grad") and slot:
             what, fix = f"uses .{name[:4]} of a parameter", "return the loss alone, or keep what it needs in a buffer"
         elif name == "data =" and id(tensor) not in own:  # of the model's own: `refuse_data_assigned`
-            what, fix = "assigns .data of a tensor", "write in place, as by .copy_(...), or give the result a name"
+            what, fix = "assigns .data of a tensor", "write in place, as by .copy_(...), or assign the result to a name"
         elif name in ("__dict__", "__dict__ =", "__dir__"):
             name = "dir(tensor)" if name == "__dir__" else "tensor.__dict__"
             what, fix = f"asks for {name}", "name the attributes that it needs, as by getattr"
         elif name == "storage().device":
             what, fix = "asks for the device of a tensor's storage", "ask the tensor for its device"
         elif name == "is_set_to":
-            what, fix = "asks for .is_set_to", "pass what it is to decide in the batch"
+            what, fix = "asks for .is_set_to", "pass the decision in the batch"
         elif name in ("_version", "_base", "_is_view") and storages([tensor])[0] in of_inputs:
-            what, fix = f"asks for .{name} of an input of the step", "pass what it is to decide in the batch"
+            what, fix = f"asks for .{name} of an input of the step", "pass the decision in the batch"
         elif name in ("storage().nbytes", "storage().size") and tensor._cdata in of_batch:
             what, fix = "asks for the size of the memory of the batch", "ask the tensor for .nbytes, or pass it"
         elif name in ("storage_offset", "is_shared") and storages([tensor])[0] in of_batch:
-            what, fix = f"asks for .{name}() of the batch", "give a clone(), or pass what it is to decide in the batch"
+            what, fix = f"asks for .{name}() of the batch", "pass a clone(), or pass the decision in the batch"
         else:
             return
         place = recorder.where(sys._getframe(2))
@@ -412,7 +412,7 @@ def refusing_scalers(recorder: Recorder) -> Iterator[None]:
         path = recorder.stack[-1] if recorder.stack else "loss_fn"
         raise CaptureError(
             f"{path} ({user_frame(sys._getframe(1))}) scales by a GradScaler, whose scale and skipped steps a "
-            "captured step does not have; train in bf16, which needs none, and return the loss as it is"
+            "captured step does not have; train in bf16, which needs none, and return the unscaled loss"
         )
 
     torch.amp.GradScaler.scale = refuse
@@ -458,14 +458,14 @@ def kept_of_step(model: nn.Module, known: set[int]) -> str:
 
 @contextlib.contextmanager
 def refusing_kept(kept: str) -> Iterator[None]:
-    """Raise what fails inside, a second trace, as a refusal of what the first one ``kept``."""
+    """Raise a failure inside, in a second trace, as a refusal of what the first one ``kept``."""
     try:
         yield
     except Exception as error:
         if not kept:
             raise
         raise CaptureError(
-            f"forward keeps tensors of the step in {kept}, and its next call reads one, which a captured step cannot "
+            f"forward stores tensors of the step in {kept}, and its next call reads one, which a captured step cannot "
             "do; register it as a buffer with a first value, or run the model once before if it is made only once"
         ) from error
 
@@ -474,7 +474,7 @@ def warn_of_kept(kept: str) -> None:
     """Say that a captured step leaves what modules keep."""
     if kept:
         warnings.warn(
-            f"forward keeps tensors of the step in {kept}, and a captured step leaves there what was before: read them "
+            f"forward stores tensors of the step in {kept}, and a captured step does not update these: read them "
             "in the loss, or report them by stepgraph.metric",
             stacklevel=2,
         )
@@ -497,14 +497,14 @@ def refuse_batch_keys(before: Mapping[str, Any], after: Mapping[str, Any], exact
     put = next((name for name, leaf in after.items() if name not in before or before[name] is not leaf), None)
     if put is not None:
         fix = "begin loss_fn with batch = dict(batch), and report what is read after the step with stepgraph.metric"
-        _refuse(f"loss_fn sets {put}, and a captured step leaves its caller's batch as it is; {fix}", exact)
+        _refuse(f"loss_fn sets {put}, and a captured step does not change the caller's batch; {fix}", exact)
 
 
 def refuse_unseen(unseen: Mapping[str, str], exact: bool) -> None:
-    """Raise, or without ``exact`` warn, of what the step read of Python and nothing can compare at later calls."""
+    """Raise, or without ``exact`` warn, about Python values that the step read and later calls cannot compare."""
     fix = "pass what is read of it in the batch, or hold it in a tensor"
     for path, why in unseen.items():
-        _refuse(f"the step reads {path}, a {why}, and a captured step would keep what it is now; {fix}", exact)
+        _refuse(f"the step reads {path}, a {why}, and a captured step would keep its current value; {fix}", exact)
 
 
 def _refuse(message: str, exact: bool) -> None:

@@ -22,8 +22,8 @@ _FIXES = (
         "keep rows of unequal length in one padded tensor with a mask, or a flat one with offsets; "
         "nn.TransformerEncoder takes enable_nested_tensor=False",
     ),
-    (r"[Qq]uantized", "give a graph what dequantize() gives, or the integers, scales and zero points as tensors"),
-    (r"[Ss]parse", "give a graph dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
+    (r"[Qq]uantized", "use dequantize(), or pass the integers, scales and zero points as tensors"),
+    (r"[Ss]parse", "use dense tensors: to_dense(), or index_add and scatter for the values of a sparse one"),
     (r"meta and cpu|hessian|jacfwd|jvp", "write it by reverse mode alone: jacrev(jacrev(f)) instead of hessian(f)"),
     (r"pack_padded_sequence", "packed sequences take lengths on the host: run the padded rows and mask the padding"),
     (r"selective activation", "eager refuses that too: let its policy recompute what is written in place"),
@@ -86,10 +86,10 @@ def _fix(said: str, default: str = _ANY_FIX) -> str:
 def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool) -> tuple[str, str]:
     """(what ``operator`` asks for, what to do)."""
     module = recorder.model.get_submodule(path)
-    needs = f"{operator} needs a tensor's value while the step is only shapes"
+    needs = f"{operator} needs a tensor's value while the step is traced without values"
     needs += " (.item(), bool(tensor), nonzero and the like)"
     if operator == ".data_ptr()":
-        asks = f"{operator} asks where a tensor lies while the step is only shapes, as launches outside Triton do"
+        asks = f"{operator} asks for a tensor's address, which a trace does not have, as launches outside Triton do"
         return asks, "make the launch an operator by torch.library.custom_op"
     named = "expert" in f"{path}.{type(module).__name__}".lower()
     if named or _is_routed(recorder.latest):
@@ -105,10 +105,10 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
     if "dynamic" in str(getattr(module, "rope_type", "")):
         return f"{operator} asks whether a batch is longer than all before", (
             "a dynamic RoPE takes its frequencies from the longest batch so far, which Python keeps: raise "
-            "config.max_position_embeddings to the longest one, or take another rope_type, such as linear or yarn"
+            "config.max_position_embeddings to the longest one, or use another rope_type, such as linear or yarn"
         )
     if getattr(module, "momentum", 0.1) is None:
-        return needs, "momentum=None averages by a count that the host reads: give a number, such as momentum=0.1"
+        return needs, "momentum=None averages by a count that the host reads: use a number, such as momentum=0.1"
     if name := _layerdrop(recorder.model, path):
         return needs, f"if it asks whether LayerDrop leaves out a layer, set {name}"
     if _is_drawn(recorder.latest):

@@ -90,9 +90,9 @@ def _is_second(node: fx.Node) -> bool:
     return packet(node) == "" and node.op == "call_function" and node.args[1:] == (1,)
 
 
-#: Operators that eager calls for values alone, or for vectors too where gradients need them, and where values are.
+#: Operators that eager calls only for values, or for vectors too where gradients need them, and where values are.
 BY_GRADIENTS = {torch.ops.aten._linalg_svd.default: 1, torch.ops.aten._linalg_eigh.default: 0}
-#: In the meta of a node: whether eager computes its values alone.
+#: In the meta of a node: whether eager computes only its values.
 ALONE = "stepgraph_values_alone"
 #: Functions that call them for values.
 _VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_norm", "linalg_cond", "nuclear_norm")

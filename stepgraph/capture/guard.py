@@ -4,10 +4,10 @@ The optimizer's writes heed the flag themselves (see `Skip`), so that what they 
 forward writes in place, buffers above all, is kept from before the step in inputs of kind ``before``, and written back
 at the end of a step that is left out. Nothing of this waits for the host. With no condition the guard adds no node.
 
-Code inside forward states further conditions by `require`. A *ratio* is an fp64 scalar that the graph computes: of what
-the step needs to what it has. Above 1 the condition is *exceeded* and the step's update is left out. A condition may be
-able to *grow*: a function that the host calls with the ratio before it captures and runs the same step again. Otherwise
-the step is left out for good.
+Code inside forward states further conditions by `require`. A *ratio* is an fp64 scalar that the graph computes: what
+the step needs over what it has. Above 1 the condition is *exceeded* and the step's update is left out. A condition may
+be able to *grow*: a function that the host calls with the ratio before it captures and runs the same step again.
+Otherwise the step is left out for good.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def require(name: str, ratio: torch.Tensor, grow: Grow | None = None) -> None:
 
 Entries = Sequence[tuple[slice, Wrapping | None]]
 
-#: The ratio of what is not finite.
+#: The ratio of a value that is not finite.
 _NONFINITE = 2.0
 
 
@@ -115,7 +115,7 @@ def _nonfinite(value: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(slots: Sequence[Slot]) -> list[dist.ProcessGroup]:
-    """Process groups to reduce over, one after the other, so that all ranks of the meshes of ``slots`` agree."""
+    """Process groups to reduce over, one by one, so that all ranks of the meshes of ``slots`` agree."""
     meshes = dict.fromkeys(slot.tensor.device_mesh for slot in slots if hasattr(slot.tensor, "device_mesh"))
     groups = [group for mesh in meshes for group in compat.groups_of(mesh)]
     return [dist.group.WORLD] if dist.group.WORLD in groups else list(dict.fromkeys(groups))
@@ -123,7 +123,7 @@ def _groups(slots: Sequence[Slot]) -> list[dist.ProcessGroup]:
 
 class Kept:
     """The slots of one graph as they were before the step. ``entries``: where each is among the inputs. ``written``:
-    those that forward writes; None: those that the running trace has written by the time of the update."""
+    the ones that forward writes; None: the ones that the running trace has written by the time of the update."""
 
     def __init__(self, entries: Entries, inputs: Inputs, written: Sequence[int] | None = None):
         self.entries, self._written = entries, written

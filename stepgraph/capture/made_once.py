@@ -124,7 +124,7 @@ def _computed(wanted: fx.Node, history: Sequence[fx.Node], state: Mapping[fx.Nod
 
 
 def refuse_made(made: Sequence[Made]) -> None:
-    """Raise for what is ``made`` in the first call where later ones differ in more."""
+    """Raise if later calls differ from the first in more than what it ``made``."""
     for one in made:
         raise CaptureError(
             f"forward keeps a tensor in {one.key}, and its next call differs; a captured step would repeat the first; "

@@ -4,7 +4,7 @@ Nodes are attributed as the trace creates them, while calls of modules keep the 
 backward operator belongs to the forward operator that created its autograd node: autograd numbers its nodes, the number
 is noted when the forward operator runs and looked up when the node's backward does. The additions with which autograd
 sums several gradients of one tensor run after the node that produced the last of them, and keep its provenance. A
-collective that runs where autograd works on what forward made from one parameter alone reduces its gradient.
+collective that runs where autograd works on what forward made only from one parameter reduces its gradient.
 
 It also decides which calls of ``torch.utils.checkpoint`` a captured step runs twice. Eager runs a checkpointed function
 again in backward, on what its tensors hold then. Where that is what they held in forward, and nothing is written, the
@@ -71,7 +71,7 @@ class RunAgain(Exception):
 class Repeats(compat.TorchDispatchMode):
     """The random numbers that ``calls`` draw in their first run, for their second one.
 
-    ``where``: module path and source line of what runs.
+    ``where``: module path and source line of the running code.
     """
 
     supports_higher_order_operators = True
@@ -305,7 +305,7 @@ class Recorder:
         flushes = compat.flushes_denormal()
 
         def look() -> None:
-            """Setters in C that were imported under other names show in what they set."""
+            """Setters in C that were imported under other names are detected by their effect."""
             for kind in ("cpu", "cuda"):
                 if not self._casts and torch.is_autocast_enabled(kind):
                     torch.set_autocast_enabled(kind, False)
@@ -480,7 +480,7 @@ def _refuse_wrapper(module: nn.Module) -> None:
     found = names & {"FSDPModule", "FullyShardedDataParallel", "DistributedDataParallel"}
     if found and (found != {"DistributedDataParallel"} or module.process_group.size() > 1):
         raise CaptureError(
-            f"a captured step would not exchange between ranks what torch's {found.pop()} does in hooks; give it the "
+            f"a captured step would not exchange between ranks what torch's {found.pop()} does in hooks; pass it the "
             "plain model, sharded or replicated by stepgraph.parallel.parallelize(model, mesh)"
         )
 

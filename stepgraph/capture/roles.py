@@ -1,7 +1,7 @@
 """What each collective of a captured step is for, recorded where it is known: at the end of the trace.
 
-A collective that gathers what is made from one parameter alone (and constants) gathers that parameter. One that runs in
-backward where autograd works on what forward made from one parameter alone reduces that parameter's gradient; whatever
+A collective that gathers what is made only from one parameter (and constants) gathers that parameter. One that runs in
+backward where autograd works on what forward made only from one parameter reduces that parameter's gradient; whatever
 reads its result finishes the gradient. All others are of activations. `made_from` and `Owners` find what is made from
 one parameter alone, in the nodes of forward and of autograd.
 """
@@ -35,7 +35,7 @@ def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: 
     names = {node: what.path if isinstance(what, ModelTensor) else what.name for node, what in step.bound()}
     made = made_from(step.graph, set(step.placeholders(Parameter)))
     for node in step.nodes("forward", "loss", "backward"):
-        if role_of(node):  # declared by what calls it
+        if role_of(node):  # declared by its caller
             continue
         if role := _role(node, step.axes, names, made, reducing.get(node)):
             set_role(node, role)
@@ -133,7 +133,7 @@ class Owners:
 
     def of(self, start: Any) -> fx.Node | None:
         """The parameter that all paths from the autograd node ``start`` lead to, where forward made what they pass
-        from that parameter alone."""
+        only from that parameter."""
         found, stack = self._found, [start]
         while stack:
             node = stack[-1]

@@ -51,7 +51,7 @@ class Slot:
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model's modules by their paths; one that ``torch.compile`` made has the path of what is inside."""
+    """The model's modules by path; a compiled module has the path of its original."""
     return ((compat.uncompiled_path(path), module) for path, module in model.named_modules())
 
 
@@ -292,7 +292,7 @@ def kept_tensors(model: nn.Module) -> list[KeptTensor]:
 class Wrapping:
     """How to rebuild one wrapped tensor from its local tensors.
 
-    ``names``: attributes of its tensors. ``others``: attributes that are no tensors, such as a mesh. ``context``: what
+    ``names``: attributes of its tensors. ``others``: attributes that are not tensors, such as a mesh. ``context``: what
     the tensor's class says of it in addition.
     """
 

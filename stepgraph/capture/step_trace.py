@@ -265,7 +265,7 @@ class StepTrace:
         self, flat: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], inputs: dict[int, tuple]
     ) -> KnownValues:
         """The values that Python may read. Ranks have different batches and must run the same graph, or each waits for
-        another: over a mesh, no value of the batch; in a pipeline, literals alone."""
+        another: over a mesh, no value of the batch; in a pipeline, only literals."""
         meshed = any(compat.is_traceable_wrapper_subclass(slot.tensor) for slot in self.slots)
         places = {
             compat.node_of_trace(flat[where.start]): i
@@ -361,7 +361,7 @@ class StepTrace:
         }
 
     def _reading(self, tensors: Sequence[torch.Tensor], batch: Any) -> contextlib.AbstractContextManager[Callable]:
-        """Inside, what Python reads outside of modules is noted; give the loss to what this yields."""
+        """Inside, Python reads outside of modules are recorded; pass the loss to the yielded function."""
         if self.replay is None:
             return contextlib.nullcontext(lambda _: None)
         names = {id(t): slot.name for slot, t in zip(self.slots, tensors, strict=True)}

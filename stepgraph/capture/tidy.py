@@ -46,7 +46,7 @@ def name_numbers(step: StepGraph) -> None:
 
 
 def name_inputs(step: StepGraph) -> None:
-    """Readable names for placeholders; state that nothing uses is dropped, but for the model's own."""
+    """Readable names for placeholders; state that nothing uses is dropped, except for the model's own."""
     whole = any(isinstance(spec.what, values.BatchLeaf) for spec in step.inputs)  # else the graph of an update
     keep = []
     for (node, what), spec in zip(step.bound(), step.inputs, strict=True):

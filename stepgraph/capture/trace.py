@@ -43,7 +43,7 @@ from stepgraph.graph.values import Loss, Output, Ratio
 
 @dataclass
 class Traced:
-    """A captured step with what binds it to live tensors.
+    """A captured step and its binding to live tensors.
 
     ``landing``: the slots whose gradients the program returns, and how to wrap them. ``reads``: what Python read, to be
     compared. ``grow``: by condition, what the host calls before a step that exceeded it is repeated. ``generators``:
@@ -98,7 +98,7 @@ def trace_step(
 
     The model's tensors may be real, fake, or on the meta device (these are traced as CPU tensors). Nothing is
     computed and the model is unchanged afterwards; only missing optimizer state is created, as eager's first step
-    would. Raises `CaptureError` with module path and source line for what cannot be captured.
+    would. Raises `CaptureError` with module path and source line for code that cannot be captured.
 
     ``exact``: whether the step is to be bitwise eager's: what is read and cannot be watched is then refused, else
     warned of. ``ones``: places of masks of the batch that are literals of ones, see `masks_of_ones`. ``share``: this
@@ -142,7 +142,7 @@ def trace_step(
 
 
 def _traced(attempt: Callable[..., StepTrace]) -> Traced:
-    """The step that ``attempt`` traces, tried again with what the attempts before have found."""
+    """The step that ``attempt`` traces, retried with the findings of earlier attempts."""
     found_out: dict[str, Any] = {}
     trace = first = attempt()
     made_to_train: list[torch.Tensor] = []
@@ -208,7 +208,7 @@ def trace_forward(model: nn.Module, loss_fn: LossFn, batch: Any) -> Traced:
     """``loss_fn(model, batch)`` without gradients as a program of one graph, with a ratio per condition.
 
     The model may be on the meta device. Nothing is computed, and the model is unchanged afterwards. Raises
-    `CaptureError` for what cannot be captured.
+    `CaptureError` for code that cannot be captured.
     """
     checks.check_modules(model)
     checks.check_signature(loss_fn, model, batch)

@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 
 def write_out_triangles(program: StepProgram, slots: Sequence[Slot]) -> None:
-    """Make the triangles that ``slots`` hold in the graphs of ``program``, but those that share memory or that the step
-    writes; note in the slots that they are known."""
+    """Make the triangles that ``slots`` hold in the graphs of ``program``, but the ones that share memory or that the
+    step writes; note in the slots that they are known."""
     written = set().union(*map(written_names, program.graphs.values()))
     shared = Counter(where for slot in slots if has_values(slot.tensor) for where in storages([slot.tensor]))
     held = {slot.name: slot for slot in slots if not slot.is_parameter and slot.name not in written}

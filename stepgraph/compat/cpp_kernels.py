@@ -75,7 +75,7 @@ def kernels_together() -> Iterator[None]:
         names = {name: (config.get_hash(), value) for name, value in scope.items() if isinstance(value, _Kernel)}
         new = [key for key in dict.fromkeys(names.values()) if key not in _functions]
         compiled = _compiled(self, [kernel for _, kernel in new], alone)
-        wait(self, scope)  # for what is not among them
+        wait(self, scope)  # for the others
         _functions.update((key, compiled[key[1]]()) for key in new)
         scope.update((name, _functions[key]) for name, key in names.items())
 

@@ -43,7 +43,7 @@ def reduce_scatter(terms: torch.Tensor, group: torch.distributed.ProcessGroup) -
 
 
 def groups_of(mesh: torch.distributed.DeviceMesh) -> list[torch.distributed.ProcessGroup]:
-    """Process groups to reduce over, one after the other, for a sum over all ranks of ``mesh``."""
+    """Process groups to reduce over, one by one, for a sum over all ranks of ``mesh``."""
     if mesh.size() == torch.distributed.get_world_size():
         return [torch.distributed.group.WORLD]
     return mesh.get_all_groups()
@@ -164,7 +164,7 @@ def _own_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record_nccl_unregistered() -> None:
-    """Keep NCCL from registering the buffers of what a CUDA graph records, where memory lies in expandable segments and
+    """Keep NCCL from registering buffers while a CUDA graph is recorded, where memory is in expandable segments and
     the user has not set ``NCCL_GRAPH_REGISTER``: it takes a buffer for one allocation, such memory consists of several,
     and replays hang. NCCL reads the variable when it records for the first time. Source: pytorch issue 158029."""
     in_use = torch.cuda.is_initialized() and torch.distributed.is_initialized()

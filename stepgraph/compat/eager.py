@@ -53,7 +53,7 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def in_plain_eager(x: Tensor, a: Tensor | None, b: Tensor | None, c: Tensor | None) -> bool:
-    """Whether a call on tensors, ``x`` on a CPU or CUDA, may bypass the dispatcher: they are no subclasses, and no
+    """Whether a call on tensors, ``x`` on a CPU or CUDA, may bypass the dispatcher: they are not subclasses, and no
     compiler, dispatch mode or function transform (vmap, grad) is active. Tracers other than Dynamo are dispatch modes.
     """
     return (

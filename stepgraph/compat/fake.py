@@ -107,7 +107,7 @@ def class_in_eager(tensor: FakeTensor) -> type[torch.Tensor]:
 
 _HELD = vars(torch.Tensor)["__dict__"]
 
-#: What Python may ask of a tensor besides its shape and values, which a fake tensor answers by what the trace did.
+#: What Python may ask a tensor besides its shape and values; a fake tensor answers from the trace.
 _FACTS = ("_version", "_base", "grad", "__dict__")
 _FACTS_CALLED = ("_is_view", "is_set_to", "is_shared", "storage_offset", "__dir__")
 #: Attributes that fake tensors alone have.

@@ -80,7 +80,7 @@ def _rounds(expression: sympy.Basic) -> bool:
 
 
 def shape_env() -> ShapeEnv:
-    """A record of what a trace with open sizes assumes. It makes no symbols for values or counts."""
+    """A record of what a trace with symbolic sizes assumes. It makes no symbols for values or counts."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
@@ -95,17 +95,17 @@ def is_open(tensor: torch.Tensor) -> bool:
 
 
 def for_open_sizes(func: OpOverload) -> Callable[..., Any] | None:
-    """A decomposition of ``func`` for open sizes, if its own kernel takes only known sizes; None for others."""
+    """A decomposition of ``func`` for symbolic sizes, if its own kernel takes only known sizes; None for others."""
     return decomposition_table[func] if func is torch.ops.aten.constant_pad_nd.default else None
 
 
-#: Held during a trace with open sizes.
+#: Held during a trace with symbolic sizes.
 _ONE_THREAD = threading.RLock()
 
 
 @contextlib.contextmanager
 def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
-    """What a trace with open sizes runs under. Nodes get an open size as an argument, not a node that computes it.
+    """What a trace with symbolic sizes runs under. Nodes get an open size as an argument, not a node that computes it.
 
     To code whose file is not ``is_under_torch`` an open size looks like an ``int``: by its class, and by its text, hash
     and attributes, which add a guard. `stepgraph.capture.python.reads` answers ``type(size)``. Other threads see torch

@@ -35,7 +35,7 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def accelerated_inside(optimizer: Any) -> Any:
     """The optimizer inside the one that ``accelerate`` prepared; another one as it is. A list: each one's.
 
-    Raises `ValueError` if a ``GradScaler`` steps it: its scale and skipped steps are no part of a captured step.
+    Raises `ValueError` if a ``GradScaler`` steps it: its scale and skipped steps are not part of a captured step.
     """
     if isinstance(optimizer, (list, tuple)):
         return type(optimizer)(accelerated_inside(one) for one in optimizer)

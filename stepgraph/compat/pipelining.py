@@ -18,7 +18,7 @@ def pipeline_order(
     """For each rank, in order, (kind, stage, microbatch) of what it runs in torch's ``schedule``, the name of a class
     of ``torch.distributed.pipelining``. Kind: ``forward``, ``backward``, ``backward_input`` or ``backward_weight``.
 
-    ``chunks``: stages of a rank. ``single``: whether the schedule is of one stage a rank. Where two are to overlap, the
+    ``chunks``: stages of a rank. ``single``: whether each rank has one stage. Where two are to overlap, the
     forward comes first. Raises ``ValueError`` where torch does.
     """
     from torch.distributed.pipelining import schedules  # imports much of torch

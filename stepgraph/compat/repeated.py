@@ -64,7 +64,7 @@ class _Call:
 
     def __init__(self, func: OpOverload, tracer: PythonKeyTracer, args: Sequence[Any], kwargs: Mapping[str, Any]):
         self.func, self.tracer, self.tensors = func, tracer, []
-        self._constant = True  # whether torch computes the result of literals alone
+        self._constant = True  # whether torch computes the result from literals only
         # Which kernel of a convolution or a product is chosen, and so its strides, depends on these settings.
         settings = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled(), torch.get_default_dtype()
         self._form: list[Any] = [func, settings, torch.are_deterministic_algorithms_enabled(), *kwargs]

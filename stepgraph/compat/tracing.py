@@ -247,7 +247,7 @@ def intercept_checkpoint(
         if refused:
             raise CaptureError(
                 "a re-entrant torch.utils.checkpoint of what writes its buffers is called inside another, or calls "
-                "one; give it use_reentrant=False"
+                "one; set use_reentrant=False"
             )
 
     def run(function: Callable, preserve_rng_state: bool, start: Callable) -> Iterator[None]:

@@ -118,7 +118,7 @@ def chosen_chunks(config: TrainConfig) -> Chosen | None:
 
 def _of_transformers(config: TrainConfig, device: torch.device, mesh: parallel.Mesh | None, weights: bool) -> CausalLM:
     """A model of transformers, with ``weights`` of its folder or drawn ones. Under a mesh each rank reads its part of
-    them; or the model whole, on the host alone, where it is quantized, or an adapter begins from the weights (DoRA).
+    them; or the whole model, only on the host, if it is quantized or an adapter starts from the weights (DoRA).
 
     bf16 shards of weights that are all trained are fp32, gathered in bf16. With LoRA they are bf16, and the adapter
     has fp32 copies in the optimizer, as without a mesh.

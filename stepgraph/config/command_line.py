@@ -98,7 +98,7 @@ def check_names(
     words: list[str], command: str, options: Iterable[Option], more: Iterable[str] = (), models: bool = True
 ) -> None:
     """Raises ValueError, in one line, for the first option in ``words`` that is neither in ``options`` nor in ``more``.
-    Without ``models``, what may be meant for an option of a model is let pass."""
+    Without ``models``, what may be meant for an option of a model is accepted."""
     known = ["--help", "--help-all", *more, *_flags(options)]
     for word in words:
         name = option_of(word)
@@ -190,7 +190,7 @@ def _read(hint: Any, default: object, word: str) -> Any:
     """``word`` as the type ``hint``. An empty one is a shell's variable that is not set, and an empty path would be the
     folder that this runs in: it is taken only where the default is empty too."""
     if word == "" and default != "":
-        raise argparse.ArgumentTypeError("its value is empty: give one, or leave it out")
+        raise argparse.ArgumentTypeError("its value is empty: set it, or leave it out")
     fixed = {str(value): value for kind in kinds(hint) for value in allowed(kind)}
     for written in (word, word.lower()):
         if written in fixed:
@@ -266,7 +266,7 @@ def given(words: Iterable[str]) -> set[str]:
 
 
 def option_of(word: str) -> str | None:
-    """``--batch-size`` for ``--batch_size=8``; None for what is no option. A dash and a digit start a number."""
+    """``--batch-size`` for ``--batch_size=8``; None for anything but an option. A dash and a digit start a number."""
     name = word.split("=", 1)[0]
     return name.replace("_", "-") if re.match(r"--?[a-zA-Z]", name) and name != "-h" else None
 
@@ -333,9 +333,9 @@ def require_folder(path: Path | None, option: str = "json") -> None:
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option}={path}: the folder {path.parent} does not exist; make it first")
     if path is not None and path.is_dir():
-        raise ValueError(f"{option}={path} is a folder: give a file in it")
+        raise ValueError(f"{option}={path} is a folder: use a file in it")
     if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option}={path} cannot be written: give a file in a folder that can be")
+        raise ValueError(f"{option}={path} cannot be written: use a file in a folder that can be")
 
 
 def make_folder(path: Path | None, option: str) -> None:
@@ -344,4 +344,4 @@ def make_folder(path: Path | None, option: str) -> None:
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{option}={path} cannot be a folder: {error.strerror}; give another") from None
+        raise ValueError(f"{option}={path} cannot be a folder: {error.strerror}; use another") from None

@@ -41,9 +41,9 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
         )
         base = json.loads(default.to_json())
         if "resume" in values and path.suffix == ".toml":
-            raise ValueError("resume continues with the options of its run: give --resume RUN alone")
+            raise ValueError("resume continues with the options of its run: use --resume RUN alone")
         if empty := [name for name, value in values.items() if value == "" and base.get(name) != ""]:
-            raise ValueError(f"{empty[0]} is empty: give it a value, or leave it out")
+            raise ValueError(f"{empty[0]} is empty: set it, or leave it out")
         model = values.get("model", {})
         if not isinstance(model, dict):
             raise ValueError(f"model={model!r} must be a table")
@@ -61,7 +61,7 @@ def run_config(folder: Path, option: str = "") -> TrainConfig:
     file = run_of(folder) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"{option} {folder} is not a run folder (it has no config.json): give the folder of a run".strip()
+            f"{option} {folder} is not a run folder (it has no config.json): use the folder of a run".strip()
         )
     try:
         return read_json(file, TrainConfig.from_json)

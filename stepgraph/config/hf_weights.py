@@ -35,8 +35,8 @@ _ROWS = 4096  # compared at a time
 _OTHER_WEIGHTS = {
     "model-*-of-*.safetensors": "its index is missing, download it again",
     "pytorch_model*.bin": "write it again by AutoModelForCausalLM.from_pretrained({folder!r}).save_pretrained(NEW)",
-    "*.gguf": "GGUF has rounded weights for inference, give the checkpoint that it was made from",
-    "*.pth": "give the folder that has this model in Hugging Face's format",
+    "*.gguf": "GGUF has rounded weights for inference, use the checkpoint that it was made from",
+    "*.pth": "use the folder that has this model in Hugging Face's format",
 }
 _DTYPES = {"F64", "F32", "F16", "BF16"}  # safetensors' names; anything else is a quantized checkpoint
 
@@ -175,14 +175,14 @@ def _save_transformers(model: CausalLM, folder: Path, tokens: Mapping[str, int |
     base: list[nn.Module] = []  # rank 0's
     if model.lora:
         ranks.first(lambda: base.append(model.read_base()))
-    for name, weight in model.dequantized():  # the adapter was trained next to what the bits say
+    for name, weight in model.dequantized():  # the adapter was trained next to the dequantized values
         for one in base:
             one.get_parameter(name).data.copy_(weight)
     ranks.first(lambda: model.save(folder, tokens, state, next(iter(base), None)))
 
 
 def _cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The tensor of the checkpoint that ``piece`` is of our ``whole`` one, with memory of its own."""
+    """A copy of the part of our ``whole`` tensor that ``piece`` of the checkpoint holds."""
     if piece.shape == whole.shape:
         return whole.contiguous()
     cut = whole[tuple(slice(*span) for span in piece.region)]
@@ -199,7 +199,7 @@ def _make_folder(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir())
     taken = [name for name in names if name.endswith(".safetensors") or name in (INDEX, CONFIG)]
     if taken:
-        raise ValueError(f"{folder} already holds a checkpoint ({taken[0]}); give a new folder")
+        raise ValueError(f"{folder} already holds a checkpoint ({taken[0]}); use a new folder")
 
 
 def _write_shard(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -235,7 +235,7 @@ def _format_of(model: nn.Module, caller: str) -> HuggingFace:
     if found is None:
         titles = ", ".join(theirs.title for theirs in known.values())
         raise ValueError(
-            f"{caller} takes a model of {titles}, got {type(model).__name__}; give one from stepgraph.models"
+            f"{caller} takes a model of {titles}, got {type(model).__name__}; use one from stepgraph.models"
         )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
@@ -243,9 +243,7 @@ def _format_of(model: nn.Module, caller: str) -> HuggingFace:
     for name, param in model.named_parameters():
         if type(param) is not nn.Parameter and not layouts(model):
             kind = type(param).__name__
-            raise ValueError(
-                f"{caller}: {name} is a {kind}; give a model of plain, unsharded tensors, or parallelize()"
-            )
+            raise ValueError(f"{caller}: {name} is a {kind}; use a model of plain, unsharded tensors, or parallelize()")
     return found
 
 
@@ -264,7 +262,7 @@ def _read_headers(folder: Path) -> dict[str, _Header]:
         return _read_header(folder / SINGLE)
     if not (folder / INDEX).exists():
         found = ((path.name, fix) for form, fix in _OTHER_WEIGHTS.items() for path in sorted(folder.glob(form)))
-        name, fix = next(found, ("no other weights", "give a folder with safetensors weights"))
+        name, fix = next(found, ("no other weights", "use a folder with safetensors weights"))
         raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}, but {name}: {fix.format(folder=str(folder))}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
@@ -297,19 +295,19 @@ def _check_tensors(
 ) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise ValueError(f"{folder} lacks {_some(missing)}; give a complete checkpoint of this configuration")
+        raise ValueError(f"{folder} lacks {_some(missing)}; use a complete checkpoint of this configuration")
     # Old Llamas saved their RoPE's frequencies, which config.json gives.
     unexpected = [name for name in found if name not in wanted and not name.endswith("rotary_emb.inv_freq")]
     if tied and unexpected == [tied[0]]:
         _check_tied_copy(found, *tied, ranks)
     elif unexpected:
-        raise ValueError(f"{folder} holds {_some(unexpected)}, which the model lacks; give a checkpoint of this model")
+        raise ValueError(f"{folder} holds {_some(unexpected)}, which the model lacks; use a checkpoint of this model")
     for name, shape in wanted.items():
         header = found[name]
         if header.shape != tuple(shape):
             raise ValueError(
                 f"{header.file}: {name} has shape {header.shape}, the model needs {tuple(shape)}; "
-                "give a checkpoint of this configuration"
+                "use a checkpoint of this configuration"
             )
         _check_dtype(name, header)
 
@@ -318,7 +316,7 @@ def _check_dtype(name: str, header: _Header) -> None:
     if header.dtype not in _DTYPES:
         raise ValueError(
             f"{header.file}: {name} is stored as {header.dtype}, only {', '.join(sorted(_DTYPES))} are read; "
-            "give an unquantized checkpoint"
+            "use an unquantized checkpoint"
         )
 
 

@@ -146,7 +146,7 @@ class TrainConfig(
                 f"try --warmup-steps {self.steps // 10}"
             )
         if self.profile is not None and parse_steps(self.profile)[1] > self.steps + 1:
-            raise ValueError(f"profile={self.profile} goes beyond steps={self.steps}: give earlier steps")
+            raise ValueError(f"profile={self.profile} goes beyond steps={self.steps}: use earlier steps")
         if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
             largest = math.floor(100 * (self.steps - self.warmup_steps) / self.steps) / 100
             raise ValueError(
@@ -175,7 +175,7 @@ class TrainConfig(
         if self.reference is None and self.init_from_hf is None and self.resume is None:
             raise ValueError("loss=dpo starts from a trained model and there is none: add --init-from-hf FOLDER")
         if self.reference is not None and not self.reference.is_dir():
-            raise ValueError(f"reference={self.reference} is not a folder: give one with safetensors files")
+            raise ValueError(f"reference={self.reference} is not a folder: use one with safetensors files")
 
     @property
     def pipeline_schedule(self) -> str:
@@ -198,12 +198,12 @@ class TrainConfig(
             if self.init_from_hf is not None and any((self.resumed_run / "checkpoints").glob("step-*")):
                 raise ValueError("init_from_hf and resume are both given: a resumed run has its weights; drop one")
             if not (self.resumed_run / "config.json").is_file():
-                raise ValueError(f"resume={self.resume} is not a run folder (no config.json): give the folder of a run")
+                raise ValueError(f"resume={self.resume} is not a run folder (no config.json): use the folder of a run")
         saved = Path(self.saved_steps)
         if self.saved_steps not in ("auto", "off") and saved.exists() and not saved.is_dir():
-            raise ValueError(f"saved_steps={saved} is a file: give a folder of saved steps")
+            raise ValueError(f"saved_steps={saved} is a file: use a folder of saved steps")
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
-            raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: give a folder with safetensors files")
+            raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: use a folder with safetensors files")
         for name in ("init_from_hf", "export_hf"):
             if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
                 known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
@@ -211,13 +211,13 @@ class TrainConfig(
         if self.export_hf is not None:  # refuses now what could not be written at the end
             if self.out is not None and self.out.resolve() == self.export_hf.resolve():
                 raise ValueError(f"out={self.out} and export_hf={self.export_hf} are one folder, and both have a "
-                                 "config.json: give two")  # fmt: skip
+                                 "config.json: use two")  # fmt: skip
             family_of(self.model).hugging_face.write_config(self.model, torch.float32)
         if isinstance(self.model, CausalLMConfig):
             self._validate_transformers()
         elif self.lora is not None or self.quantize is not None:
             given = f"quantize={self.quantize}" if self.lora is None else f"lora={self.lora}"
-            raise ValueError(f"{given} is for models of transformers: give --init-from-hf FOLDER, and no PRESET")
+            raise ValueError(f"{given} is for models of transformers: use --init-from-hf FOLDER, and no PRESET")
 
     def _validate_transformers(self) -> None:
         """What a model of transformers does not have here."""
@@ -232,7 +232,7 @@ class TrainConfig(
             raise ValueError(f"quantize={self.quantize} is for frozen weights, and all are trained: add --lora r=16")
         if self.document_mask == "on" and not takes_positions(folder):
             raise ValueError(f"document_mask=on keeps documents apart by positions, which the model of {folder} does "
-                             "not take: give --document-mask off")  # fmt: skip
+                             "not take: use --document-mask off")  # fmt: skip
 
     @property
     def decay_steps(self) -> int:
@@ -249,7 +249,7 @@ class TrainConfig(
 
     def changes(self, base: "TrainConfig") -> dict[str, tuple[Any, Any]]:
         """Option -> its value in ``base`` and here, for the ones that differ; a model's as ``model.dim``. Which folder
-        the run has is no difference."""
+        the run has is not a difference."""
         found = options.differences(base, self)
         return {name: pair for name, pair in found.items() if name not in ("out", "resume", "preset")}
 
@@ -294,7 +294,7 @@ def _check_mesh(config: TrainConfig) -> None:
         raise ValueError(f"nproc={config.nproc} must be above 0")
     if config.max_restarts and config.nproc is None:
         raise ValueError(
-            f"max_restarts={config.max_restarts} restarts the ranks of --nproc: add --nproc, or give it to torchrun"
+            f"max_restarts={config.max_restarts} restarts the ranks of --nproc: add --nproc, or pass it to torchrun"
         )
     spec = config.mesh_spec
     idle = {  # option -> (its value that asks for nothing, whether there is what it is about, that and the fix)
@@ -422,6 +422,6 @@ def _dataclass(hint: type, value: Any, where: str) -> Any:
             raise unknown_name(f"name in the {where} of a run", name, names)
     if missing := [name for name in names if name not in value]:
         raise ValueError(
-            f"the {where} of a run lacks {', '.join(missing)}: give all of it, or use the stepgraph that wrote it"
+            f"the {where} of a run lacks {', '.join(missing)}: provide all of it, or use the stepgraph that wrote it"
         )
     return hint(**{name: decode(hints[name], value[name], name) for name in names})

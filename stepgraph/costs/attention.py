@@ -158,7 +158,7 @@ def seconds(backend: Backend, case: Case, gpu: Gpu, *, backward: bool) -> float 
 
 #: Rows and columns of a kernel's tile, which is always computed whole; and the cost of starting and finishing a row of
 #: tiles, in keys. Source: the second by steps on an H100 (benchmarks/h100_models_unseen.json): attention of
-#: ViT (197 tokens), BERT (512) and Whisper (1,500), forward and backward, is then within 4% of what was measured.
+#: ViT (197 tokens), BERT (512) and Whisper (1,500), forward and backward, is then within 4% of the measurement.
 _TILE, _START = 128, 120
 
 

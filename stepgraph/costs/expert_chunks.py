@@ -1,8 +1,8 @@
 """In how many parts a layer of experts takes its tokens, by the forecast time of the layer forward and backward.
 
-With one part computation waits while tokens travel to experts and back, but for shared experts. With more, one part
-travels while another is computed; products have fewer rows and read the weights again, and gradients of weights are
-added up. Links and multiprocessors are taken as two resources that each do one thing at a time, in the order of
+With one part computation waits while tokens are sent to experts and back, except for shared experts. With more, one
+part travels while another is computed; products have fewer rows and read the weights again, and gradients of weights
+are added up. Links and multiprocessors are taken as two resources that each do one thing at a time, in the order of
 `stepgraph.parallel.experts`; routing as balanced. Times are those of `ASSUMED`, so all ranks and a forecast
 choose the same.
 """
@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     """A layer of experts on a rank.
 
     ``tokens``: of a microbatch; ``slots``: experts of each; ``dim``, ``width``: of a token and of an expert's SwiGLU;
-    ``here``: experts on this rank, of ``ranks``; ``shared``: the width of shared experts. ``room``: rows that travel
+    ``here``: experts on this rank, of ``ranks``; ``shared``: the width of shared experts. ``room``: rows that are sent
     over rows that there are. ``fp8``: products in it, and what travels to experts; ``recomputed``: whether backward
     computes the experts again.
     """

@@ -1,4 +1,4 @@
-"""Costs of experts' rows: how many rows of a buffer the routing fills, and the products of them.
+"""Costs of expert rows: how many rows of a buffer the routing fills, and the products of them.
 
 A buffer that a rank receives rows of other ranks in has a fixed size, larger than balanced routing needs. Grouped
 products stop at the last row of the last expert, and our SwiGLU reads no further; everything else works on the whole

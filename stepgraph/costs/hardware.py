@@ -21,7 +21,7 @@ PRODUCTS_REACHED, ATTENTION_REACHED, MEMORY_REACHED = 0.69, 0.50, 0.885
 #: 1,190 to 1,370 TFLOP/s, with one scale or with one for each row.
 FP8_REACHED = 0.65
 
-#: The same of grouped products, of all experts' rows. Source: an H200, torch 2.11's own at 16 to 64 experts: 550 to 635
+#: The same of grouped products, of all expert rows. Source: an H200, torch 2.11's own at 16 to 64 experts: 550 to 635
 #: TFLOP/s, gradients of weights 470 to 610.
 GROUPED_REACHED = 0.57
 
@@ -161,7 +161,7 @@ GPUS: dict[str, Gpu] = {
     # 900 GB/s; DGX H100 data sheet: 8 ConnectX-7 of 400 Gb/s.
     "h100": _server("H100 SXM", r"NVIDIA H100 80GB HBM3", 989.5, 1979, 67, 80, 3.35, 450, 50, (9, 0), 132),
     # NVIDIA H200 data sheet, SXM: the same at 4.8 TB/s; DGX H200 data sheet: 8 ConnectX-7 of 400 Gb/s. Memory as torch
-    # counts it, 139.8 GiB: the data sheet's 141 GB are less than what is there.
+    # counts it, 139.8 GiB: the data sheet's 141 GB are less.
     "h200": _server("H200 SXM", r"NVIDIA H200", 989.5, 1979, 67, 150.1, 4.8, 450, 50, (9, 0), 132),
     # NVIDIA HGX B200 data sheet, per GPU: 4.5 PFLOPS bf16 and 9 fp8 with sparsity, 75 TFLOPS fp32; DGX B200 data sheet:
     # 1,440 GB at 64 TB/s in all, NVLink 1.8 TB/s for each GPU, 8 adapters of 400 Gb/s.

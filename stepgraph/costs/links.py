@@ -49,7 +49,7 @@ _KERNEL_SHARE = 1.18
 #: Seconds that a collective by copy engines takes besides its transfer: the ranks wait for each other's flags.
 COPIES_S = 20e-6
 
-#: The same of an exchange by our kernels: one waits, one writes, one signals, and a flag is on its way. Not measured.
+#: The same of an exchange in our kernels: one waits, one writes, one signals, and a flag is on its way. Not measured.
 WRITES_S = 3 * SHORT_KERNEL_S + FLAG_S
 
 
@@ -95,7 +95,7 @@ class Transfer(NamedTuple):
 def transfer(node: fx.Node, ranks: Sequence[int], gpu: Gpu, load: float = 1.0) -> Transfer:
     """What the collective ``node`` moves between ``ranks``. An operator that is not in the table goes by its own name,
     and as much data as an all-gather of its size. ``load``: rows that this rank's experts receive over the mean of all
-    ranks, where only rows that exist travel."""
+    ranks, where only existing rows are sent."""
     if node.target in _COPIES:
         n, sent = len(ranks), collectives.bytes_sent(node)
         dtype = node.args[2] if node.target is collectives.GATHER_BEGIN else node.args[0][0].meta["val"].dtype
@@ -180,7 +180,7 @@ class Pipeline(NamedTuple):
 
 
 def pipeline_of(node: fx.Node) -> Pipeline | None:
-    """The pipeline that ``node`` runs; None where it is no product joined with a collective."""
+    """The pipeline that ``node`` runs; None where it is not a product joined with a collective."""
     if node.target is collectives.ALL_GATHER_MATMUL:
         shard, weights, keep, ranks, _ = node.args
         # Copies overlap with the products; several sequences are joined by one more copy.

@@ -105,7 +105,7 @@ def estimate_memory(graph: fx.Graph, *, fused: bool = False) -> MemoryEstimate:
 
 
 def peak_bytes(program: StepProgram, *, fused: bool = False) -> int:
-    """Estimated peak bytes of the calls of ``program``, one after the other. Next to what a call needs lie the state
+    """Estimated peak bytes of the calls of ``program``, one by one. Next to what a call needs lie the state
     that only other graphs take, and the values that calls have given and later ones are still to read. ``fused``: see
     `estimate_memory`."""
     state = {name: _state_bytes(step) for name, step in program.graphs.items()}
@@ -133,12 +133,12 @@ _Memory = tuple[tuple[str, str, int | None], int]
 
 
 def state_bytes(program: StepProgram) -> int:
-    """Bytes of the state of ``program``, which is there for the whole step."""
+    """Bytes of the state of ``program``, which exists for the whole step."""
     return sum({what: size for step in program.graphs.values() for what, size in _state_bytes(step).items()}.values())
 
 
 def _state_bytes(step: StepGraph) -> dict[Input, int]:
-    """Bytes of each input that is there for the whole step."""
+    """Bytes of each input that exists for the whole step."""
     return {what: device_bytes(node) for node, what in step.bound() if not isinstance(what, BatchLeaf | Value | Loss)}
 
 

@@ -93,7 +93,7 @@ class Fusion:
                     if alike and not (source in stored and _sums_columns(node)):
                         self._unite(source, node)
             elif node.target is aten.copy_.default and node.meta.get(COMPILE):
-                self._unite(sources[1], node)  # an update written out: what it computes is stored in the state alone
+                self._unite(sources[1], node)  # an update written out: what it computes is stored only in the state
             elif packet(node) in _UPDATES:
                 clipped = {aliases.root(grad) for grad in node.args[1]}
                 for clip in graph.find_nodes(op="call_function", target=aten.mul_.Tensor):
@@ -139,7 +139,7 @@ def _levels(graph: fx.Graph, aliases: Aliases) -> tuple[dict[fx.Node, int], set[
 
 
 def _sums_columns(node: fx.Node) -> bool:
-    """Whether the node adds rows up, as a bias has it for its gradient."""
+    """Whether the node sums over rows, as a bias's gradient does."""
     if packet(node) is not aten.sum or len(node.args) < 2 or not node.args[1]:
         return False
     rank = node.args[0].meta["val"].ndim
@@ -156,7 +156,7 @@ _looks_up = of_target({aten.embedding.default, aten.index.Tensor, aten.gather.de
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
-    """The dtype that ``node`` computes in, fp32 where its first result is no tensor."""
+    """The dtype that ``node`` computes in, fp32 where its first result is not a tensor."""
     if is_fp8(node):
         return node.args[1].meta["val"].dtype  # the first side may be packed rows, which are bytes
     value = node.meta.get("val")
@@ -293,7 +293,7 @@ def _traffic(members: list[fx.Node], aliases: Aliases, readers: dict[fx.Node, li
         for source in node.all_input_nodes:
             root = aliases.root(source)
             if root not in inside:
-                # A broadcast reads no more than is there, a slice no more than it shows.
+                # A broadcast reads each element once, a slice only what it shows.
                 part = min(tensor_bytes(source), tensor_bytes(root))
                 read[root] = max(read.get(root, 0), min(part, tensor_bytes(node)) if _looks_up(node.target) else part)
         if is_mutating(node) and not (len(members) > 1 and node.target is aten.mul_.Tensor):  # clipped in the update

@@ -31,7 +31,7 @@ class GraphCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step: calls of graphs, one after the other. ``moments``: of each graph once, with all of the step's state."""
+    """A step: calls of graphs, one by one. ``moments``: of each graph once, with all of the step's state."""
 
     timeline: Timeline
     moments: list[Moment]

@@ -27,8 +27,8 @@ from stepgraph.graph.provenance import phase_of, provenance, region_of
 @dataclass
 class Collective:
     """One collective: ``bytes`` of the whole tensor (what an all-gather returns, what a reduce-scatter takes), its
-    seconds alone, and those that computation waits for it. ``axis``: of the mesh, or ``world``. ``role``: its kind (see
-    `graph.provenance.Role`), ``""`` for none. ``region``: the user's name for it.
+    seconds alone, and the ones that computation waits for it. ``axis``: of the mesh, or ``world``. ``role``: its kind
+    (see `graph.provenance.Role`), ``""`` for none. ``region``: the user's name for it.
 
     When it happens, in seconds of its graph's call: what it reads is there (``ready_s``), the compute stream begins it
     (``launched_s``), its group's stream is free and it travels (``started_s``), computation needs it (``waited_s``).
@@ -147,7 +147,7 @@ def simulate(
             busy += computing
             regions[region_of(node), phase_of(node)] += computing
             starts[node.name] = start
-        # What costs nothing is there as soon as what it is made of.
+        # A result that costs nothing is ready as soon as its inputs.
         there[node] = now if computing or stage else ready
     moved = [copy for copy, _ in copies.values()]
     return Timeline(collectives, max([now, *free_at.values()]), busy, dict(regions), starts, moved)
@@ -162,7 +162,7 @@ def _collective(node: fx.Node, kind: str, group: Group, dtype: torch.dtype, nbyt
     )
 
 
-# What passes ask, on the GPU that decisions assume; mostly of kernels that nothing is fused into yet.
+# The costs that passes ask for, on the GPU that decisions assume; mostly of kernels before fusion.
 
 
 def assumed_seconds(graph: fx.Graph, fused: bool = False) -> dict[fx.Node, float]:

@@ -55,7 +55,7 @@ class Operator(NamedTuple):
     """A collective operator.
 
     ``kind``: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``; ``""``: that of what
-    it waits for. ``stage``: ``begin`` (it travels while others compute), ``wait`` or ``end`` (computation waits until
+    it waits for. ``stage``: ``begin`` (it runs while others compute), ``wait`` or ``end`` (computation waits until
     it is there: the former does nothing else, the latter also puts results together) or ``joined`` (it travels while
     the same node multiplies). ``exchange``: between ranks' memories, without NCCL (see `kernels.comm.exchange`).
     """

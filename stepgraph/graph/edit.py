@@ -20,7 +20,7 @@ from stepgraph.graph.provenance import provenance, set_provenance, together
 
 aten = torch.ops.aten
 
-#: Namespaces of collectives, and of ours; none of their operators has another effect, but for writes in their schema.
+#: Namespaces of collectives, and of ours; their operators have no other effect than writes in their schema.
 _COLLECTIVES = ("_c10d_functional", "stepgraph")
 
 
@@ -73,7 +73,7 @@ class Builder:
         return node if order == sorted(order) else self(aten.permute.default, node, order, like=like)
 
     def cat(self, nodes: Sequence[fx.Node], dim: int = 0) -> fx.Node:
-        """``nodes`` one after the other: itself, if there is one."""
+        """``nodes`` one by one: itself, if there is one."""
         return nodes[0] if len(nodes) == 1 else self(aten.cat.default, list(nodes), dim)
 
     def total(self, nodes: Sequence[fx.Node]) -> fx.Node:
@@ -93,7 +93,7 @@ class Builder:
         return self(aten.clone.default, node, memory_format=torch.contiguous_format, like=like)
 
 
-#: By fake mode: by operator and the forms of its arguments, the forms of what it gave.
+#: By fake mode: by operator and the forms of its arguments, the forms of its results.
 _KNOWN: "WeakKeyDictionary[compat.FakeTensorMode, dict[tuple, Any]]" = WeakKeyDictionary()
 
 
@@ -200,7 +200,7 @@ def _fills_storage(tensor: compat.FakeTensor) -> bool:
 
 
 def _made(made: Any, mode: compat.FakeTensorMode, args: Sequence[Any]) -> Any:
-    """New tensors of what `_form_of_made` gave."""
+    """New tensors from the forms of `_form_of_made`."""
     kind, views, forms = made
     with torch.no_grad(), compat.without_modes():
         if views:

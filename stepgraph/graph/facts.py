@@ -71,7 +71,8 @@ EXPENSIVE = {
 
 
 def of_target(fact: Callable[[Any], T]) -> Callable[[Any], T]:
-    """``fact`` of what nodes call, read once for each; found by address, as operators compute their hash in Python."""
+    """``fact`` of the operators that nodes call, computed once each; found by address, because operators hash in
+    Python."""
     known: dict[int, tuple[Any, T]] = {}
 
     def look_up(target: Any) -> T:
@@ -119,7 +120,7 @@ def is_launch(node: fx.Node) -> bool:
 
 
 def packet(node: fx.Node) -> object:
-    """The operator whatever its overload; None for what is no operator."""
+    """The operator whatever its overload; None for anything but an operator."""
     return getattr(node.target, "overloadpacket", None) if node.op == "call_function" else None
 
 
@@ -177,7 +178,7 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function" or is_random(node) or is_mutating(node):
         return False
     if is_overload(node):
-        # An operator that returns nothing is there for its effect, as an assertion is.
+        # An operator that returns nothing runs for its effect, as an assertion does.
         known = node.target.namespace in ("aten", "prims") or node.target in _PURE
         return known and bool(node.target._schema.returns)
     return node.target is operator.getitem or node.target in _PURE_HIGHER_ORDER
@@ -209,7 +210,7 @@ def stays_float(node: fx.Node) -> bool:
 
 
 def casts_of(node: fx.Node) -> list[fx.Node]:
-    """The casts that ``node`` is the last of, the last first; none where it is no cast."""
+    """The casts that ``node`` is the last of, the last first; none where it is not a cast."""
     casts = []
     while is_cast(node):
         casts.append(node)
@@ -224,7 +225,7 @@ def without_casts(node: fx.Node) -> fx.Node:
 
 
 def cast_behind(node: fx.Node) -> fx.Node | None:
-    """The cast that alone reads ``node``, if one does."""
+    """The cast that is the only reader of ``node``, if any."""
     user = only_user(node)
     return user if user is not None and is_cast(user) else None
 

@@ -23,7 +23,7 @@ def is_host_copy(node: fx.Node) -> bool:
 
 
 def on_host(node: fx.Node) -> bool:
-    """Whether the result of ``node`` lies in host memory, although the step's device may be simulated."""
+    """Whether the result of ``node`` is in host memory, although the step's device may be simulated."""
     known = (RELOAD_BEGIN, STORE_BEGIN)
     waiting = node.op == "placeholder" and node.users and all(user.target in known for user in node.users)
     return bool(waiting) or node.target is OFFLOAD_END

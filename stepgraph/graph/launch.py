@@ -79,7 +79,7 @@ def _form(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int
 def traced_launch(
     kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Launch, list[torch.Tensor]]:
-    """(the launch, its tensors in order) of what the model wrote as ``kernel[grid](*args, **kwargs)``."""
+    """(the launch, its tensors in order) of a model's ``kernel[grid](*args, **kwargs)``."""
     tensors: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> Place:

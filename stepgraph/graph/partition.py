@@ -95,7 +95,7 @@ def needs_host(node: fx.Node, gpu: str = "cuda") -> str | None:
     if node.target in WAITING and not _has_bounds(node):
         return "its kernels read values on the host"
     if packet(node) in _GROUPED and not grouped.on_device(node.args[0].meta["val"]):
-        return "torch computes grouped products in bf16 alone without reading the groups' sizes on the host"
+        return "torch computes grouped products only in bf16 without reading the groups' sizes on the host"
     return None
 
 

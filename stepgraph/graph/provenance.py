@@ -39,7 +39,7 @@ class Provenance(NamedTuple):
 
     ``path``: module path as in ``named_modules()``, ``""`` for the model itself. ``phase``: one of ``PHASES``, or
     ``"input"`` for placeholders. ``source``: ``file:line`` of the innermost frame of user code. ``checkpoint``: the
-    number of the ``torch.utils.checkpoint`` call the node ran in, if any. ``role``: None for what only computes.
+    number of the ``torch.utils.checkpoint`` call the node ran in, if any. ``role``: None for plain computation.
     ``region``: the names that the user's code gave it by `stepgraph.region`, the outermost first, as in
     ``moe/dispatch``; ``""`` outside all.
     """

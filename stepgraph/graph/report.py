@@ -65,7 +65,7 @@ class PassReport:
         """Count what was ``found`` around ``node`` as matched and, where it is no reason to leave it, as changed."""
         self.matched += 1
         if isinstance(found, str):
-            self.notes.append(f"{node.name} stays as it is: {found}")
+            self.notes.append(f"{node.name} is left unchanged: {found}")
             return False
         self.changed += 1
         return True

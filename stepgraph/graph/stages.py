@@ -41,7 +41,7 @@ def extract(
     """The graph of ``nodes`` of ``step``, in their order, which returns ``outputs``.
 
     It has the inputs of ``step`` that its nodes read. What they read of other nodes becomes the
-    input ``value_of(node)``; but nodes in ``free`` are computed again, with what they need. The outputs
+    input ``value_of(node)``; but nodes in ``free`` are recomputed, with what they need. The outputs
     are copies of the nodes of ``step``: neither graph sees changes of the other.
     """
     specs = dict(zip(step.placeholders(), step.inputs, strict=True))
@@ -129,7 +129,7 @@ class Cut:
         self._refuse_writes()
 
     def stage_of_block(self, block: str | None) -> int | None:
-        """The stage that runs ``block``; None for what is no block."""
+        """The stage that runs ``block``; None for anything but a block."""
         if block is None:
             return None
         return sum(start <= self._number[block] for start in self.starts) - 1
@@ -175,7 +175,7 @@ class Cut:
                 yield from self._parts(part)
 
     def _home(self, part: fx.Node) -> int:
-        """The stage where a part of a gradient is made: of what was kept of forward, the latest stage that it reads."""
+        """The stage that computes a part of a gradient: the latest stage whose forward results it reads."""
         found, queue = -1, [part]
         while queue and found < 0:
             node = queue.pop(0)
@@ -223,7 +223,7 @@ class Cut:
         output.args = ([node for _, node in kept],)
 
     def _send_dense(self) -> None:
-        """What crosses stages lies dense in memory, so that it can travel as it lies."""
+        """Tensors that cross stages are dense in memory, so that they can be sent without a copy."""
         for value in list(self.stage):
             away = [u for u in value.users if self.stage.get(u, self.stage[value]) != self.stage[value]]
             tensor = value.meta.get("val")
@@ -276,7 +276,7 @@ class Cut:
 
 
 def follows(node: fx.Node) -> bool:
-    """Whether ``node`` takes a result apart or waits for it, and so stays with what made it."""
+    """Whether ``node`` unpacks a result or waits for it, and so stays with the node that made it."""
     return (node.target is operator.getitem or stage_of(node) in ("wait", "end")) and phase_of(node.args[0]) != "input"
 
 
@@ -349,7 +349,7 @@ def _places(step: StepGraph, halves: bool) -> dict[fx.Node, Kind]:
     place = {node: Kind.BACKWARD if node in late else Kind.FORWARD for node in step.nodes()}
     needed, queue = set(), list(_awaited(step, late) if halves else ())
     before = dependencies(list(step.graph.nodes), Aliases(step.graph), lambda _: False) if halves else {}
-    while queue:  # with what writes into it
+    while queue:  # with the writes into it
         if (node := queue.pop()) not in needed:
             needed.add(node)
             queue += before[node]

@@ -185,7 +185,7 @@ class StepGraph:
         return None if found is None else self.block_at(found.path)
 
     def block_at(self, path: str) -> str | None:
-        """The repeated block that the module ``path`` is, or lies in."""
+        """The repeated block that the module ``path`` is or belongs to."""
         return next((block for block in self.blocks if path == block or path.startswith(block + ".")), None)
 
     def text(self) -> str:
@@ -233,7 +233,7 @@ def name_of(target: Any) -> str:
 
 
 def type_of(node: fx.Node) -> str:
-    """Dtype and shape of what ``node`` gives, as ``float32[8, 16]``."""
+    """Dtype and shape of ``node``'s result, as ``float32[8, 16]``."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -30,7 +30,7 @@ class ModelTensor(Named):
 
     @property
     def module(self) -> str:
-        """The path of the module that has it."""
+        """The path of the module that owns it."""
         return self.path.rpartition(".")[0]
 
 
@@ -145,7 +145,7 @@ class Value(Named):
 
 @dataclass(frozen=True)
 class Loss(Named):
-    """The loss of a call. As an input, the sum of what calls gave so far: zero where none did."""
+    """The loss of a call. As an input, the sum of the losses so far, initially zero."""
 
     kind, name = "loss", "loss"
 

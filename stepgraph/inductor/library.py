@@ -3,7 +3,7 @@
 A second capture of the same step, one with another length of the batch, and a step with another optimizer reuse the
 pieces that they have in common. Nothing here keeps a piece alive: it goes with the last step that calls it.
 
-Pieces that serve every length of a batch: two pieces that differ in numbers alone become one with a symbolic length.
+Pieces that serve every length of a batch: two pieces that differ only in numbers become one with a symbolic length.
 
 A piece's numbers are its inputs' sizes and strides and the integers among its operators' arguments. Where the numbers
 of two lengths differ, each number becomes a multiple of the length, of its square, or a multiple and a constant. The
@@ -129,7 +129,7 @@ class Compiled(torch.nn.Module):
 
 
 def _differs(given: torch.Tensor, want: tuple[int, ...]) -> bool:
-    """Whether ``given`` lies otherwise in memory than ``want`` says. What is expanded (stride 0) may lie anyhow."""
+    """Whether ``given`` has another memory layout than ``want``. Expanded dimensions (stride 0) may have any layout."""
     dims = [(mine, theirs) for mine, theirs, size in zip(given.stride(), want, given.shape, strict=True) if size > 1]
     return all(theirs for _, theirs in dims) and any(mine != theirs for mine, theirs in dims)
 
@@ -343,7 +343,7 @@ class _Family:
                 self.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
                 return None
             if made.at(other) is None:
-                self.failed = "what the compiler had to know of the length holds for one alone"
+                self.failed = "what the compiler had to know of the length holds for one length only"
                 return None
             self.open.add(made)
             return _of_length(made, made.at(mine))
@@ -359,7 +359,7 @@ def compiled_once(
 ) -> tuple[Compiled, Use]:
     """The compiled ``piece``; this process's, if it has one of that ``structure`` and ``config``.
 
-    ``any_length``: if one that differs in its length alone was compiled or noted before, this one serves any length.
+    ``any_length``: if one that differs only in its length was compiled or noted before, this one serves any length.
     """
     key = (structure, _key(config), any_length)
     made = _compiled.get(key)
@@ -382,7 +382,7 @@ def compiled_once(
 
 
 def is_compiled(structure: tuple, config: dict[str, Any]) -> bool:
-    """Whether this process has a compiled piece of that ``structure`` and ``config``, for its length alone."""
+    """Whether this process has a compiled piece of that ``structure`` and ``config``, for this length only."""
     return (structure, _key(config), False) in _compiled
 
 

@@ -22,7 +22,7 @@ _OF_A_PART += (aten.as_strided_scatter,)
 
 
 class ReadFirst(parts.CustomGraphPass):
-    """Runs after Inductor's passes that drop copies, and before those that write in place. ``then``: passes that the
+    """Runs after Inductor's passes that drop copies, and before the ones that write in place. ``then``: passes that the
     user set there, which run first."""
 
     def __init__(self, then: tuple[Any, ...] = ()) -> None:

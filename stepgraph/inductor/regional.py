@@ -32,7 +32,7 @@ from stepgraph.inductor.library import Compiled, Function, Use, compiled_once, i
 
 aten = torch.ops.aten
 
-#: The argument of each operator that becomes an operator, and the place of what that works on.
+#: The argument of each operator that becomes an operator, and the position of that one's input.
 WRITTEN = {
     **dict.fromkeys((aten.add, aten.add_, aten.sub, aten.sub_), ("alpha", 1)),
     aten.rsub: ("alpha", 0),
@@ -166,7 +166,7 @@ class Helpers(Protocol):
         """The keys of ``work``, pieces with their options, in the order in which to compile or load them here."""
 
     def stop(self) -> None:
-        """They are of no use."""
+        """They are useless."""
 
 
 def compile_pieces(
@@ -243,7 +243,7 @@ class PieceCall:
 
 
 def piece_calls(executable: fx.GraphModule) -> list[PieceCall]:
-    """The calls of compiled pieces in what `compile_pieces` made, in order."""
+    """The calls of compiled pieces in a result of `compile_pieces`, in order."""
     return [PieceCall(node.target, nodes_of(node)) for node in executable.graph.find_nodes(op="call_module")]
 
 
@@ -310,7 +310,7 @@ def _program(module: fx.GraphModule) -> tuple:
 
 
 def _form(value: torch.Tensor) -> tuple:
-    # Where in its storage a tensor begins matters by alignment alone: kernels get its address.
+    # Where in its storage a tensor begins matters only by alignment: kernels get its address.
     aligned = value.storage_offset() * value.element_size() % 16 == 0
     return value.dtype, value.device, tuple(value.shape), value.stride(), aligned
 

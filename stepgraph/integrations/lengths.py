@@ -38,14 +38,14 @@ class PadToLengths:
         lengths: the lengths that batches may have.
         collate: what makes a batch of examples; None: what is given is a batch already.
         causal: the model lets no token see a later one (GPT, Llama, Qwen). Then a batch needs no attention mask, and
-            one that hides padding on the right alone is left out, because attention is faster without; that of TRL's
+            one that hides only padding on the right is left out, because attention is faster without; that of TRL's
             preference pairs (with a ``completion_mask``) stays, because their loss reads it. Keep the default for other
             losses that do, such as the balance of a mixture of experts.
         pad_token_id: what ``input_ids`` are padded with.
         fill: what tensors of other names, or of the names in `FILL`, are padded with; None: that tensor is not padded.
 
     Each tensor is padded from its own length, so that an encoder's inputs and a decoder's labels may differ. Tensors of
-    one dimension and what is no tensor stay as they are. Dropout draws other numbers for another length.
+    one dimension and other values are left unchanged. Dropout draws other numbers for another length.
 
     Raises:
         ValueError: lengths that are not positive; for a batch: one longer than the largest length, one in which tokens
@@ -63,7 +63,7 @@ class PadToLengths:
     ):
         self.lengths = tuple(sorted(set(lengths)))
         if not self.lengths or any(not isinstance(n, int) or n < 1 for n in self.lengths):
-            raise ValueError(f"lengths={tuple(lengths)}: give positive integers, such as (256, 512, 1024)")
+            raise ValueError(f"lengths={tuple(lengths)}: use positive integers, such as (256, 512, 1024)")
         self.collate, self.causal = collate, causal
         self.fill = {"input_ids": pad_token_id, "position_ids": 0, **FILL, **(fill or {})}
         self._of_tokens = {"input_ids", "position_ids", *FILL} - {"inputs_embeds"}
@@ -100,12 +100,12 @@ class PadToLengths:
         mask = batch.get("attention_mask")
         if mask is None and not self.causal:
             raise ValueError(
-                "the batch has no attention_mask, so tokens would see the padding: give causal=True if no token of the "
+                "the batch has no attention_mask, so tokens would see the padding: use causal=True if no token of the "
                 "model sees a later one, or let collate add the mask"
             )
         for name, value in padded.items():
             if value.ndim != 2 and name in self._of_tokens:
-                raise ValueError(f"{name} of shape {tuple(value.shape)} cannot be padded: give one of (batch, length)")
+                raise ValueError(f"{name} of shape {tuple(value.shape)} cannot be padded: use one of (batch, length)")
         if not {"labels", "completion_mask"} & batch.keys() and not any(self.fill[name] == IGNORED for name in padded):
             raise ValueError(
                 "the batch has no labels, so the loss would count the padding: let collate add labels, or name the "

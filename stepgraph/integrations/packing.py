@@ -1,7 +1,7 @@
 """`PackToBudget`: examples of any length in rows of one length, so that one capture serves every batch.
 
-A packed row holds several documents one after the other. Positions restart in each, the first token of a document is no
-target, and attention stays within a document. What is left of a row is filled with documents of padding without
+A packed row holds several documents, one after the other. Positions restart in each, the first token of a document is
+no target, and attention stays within a document. What is left of a row is filled with documents of padding without
 targets. A batch has one static shape: the boundaries are a tensor of fixed size.
 
     pack = PackToBudget(tokens=16384, max_length=4096)
@@ -62,7 +62,7 @@ class PackToBudget:
             raise unknown_name("longer", longer, _LONGER)
         if not 1 <= self.max_length <= tokens or self.max_documents < 1:
             raise ValueError(
-                f"tokens={tokens}, max_length={self.max_length}, max_documents={self.max_documents}: give numbers "
+                f"tokens={tokens}, max_length={self.max_length}, max_documents={self.max_documents}: use numbers "
                 "above 0, and a max_length of at most tokens"
             )
         self.longer, self.pad_token_id = longer, pad_token_id
@@ -105,12 +105,12 @@ class PackToBudget:
         if tokens.ndim != 1 or not len(tokens) or labels.shape != tokens.shape or not mask.all():
             raise ValueError(
                 f"an example has input_ids {tuple(tokens.shape)}, labels {tuple(labels.shape)} and "
-                f"{int((mask == 0).sum())} padded tokens: give one dimension, one label per token and no padding"
+                f"{int((mask == 0).sum())} padded tokens: use one dimension, one label per token and no padding"
             )
         if len(tokens) > self.max_length:
             if self.longer == "refuse":
                 raise ValueError(
-                    f"an example of {len(tokens)} tokens exceeds max_length={self.max_length}: give longer='cut' or "
+                    f"an example of {len(tokens)} tokens exceeds max_length={self.max_length}: use longer='cut' or "
                     "'drop', or a larger max_length"
                 )
             self.cut, self.dropped = self.cut + (self.longer == "cut"), self.dropped + (self.longer == "drop")
@@ -159,7 +159,7 @@ class PackedRows(torch.utils.data.Dataset):
             if (found := pack._fitted(examples[number])) is not None:
                 lengths[number] = len(found[0])
         if not lengths:
-            raise ValueError(f"{len(examples)} examples leave nothing to pack: give some, or a larger max_length")
+            raise ValueError(f"{len(examples)} examples leave nothing to pack: use some, or a larger max_length")
         self.packed = list(pack._filled(lengths, lengths.__getitem__))
         self.share = sum(lengths.values()) / (len(self.packed) * pack.tokens)
 

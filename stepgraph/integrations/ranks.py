@@ -32,7 +32,7 @@ _FSDP, _SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 def mesh_spec(args: TrainingArguments, mesh: str | None) -> MeshSpec | None:
     """The mesh of the ranks that were started: ``mesh`` as text, else what the arguments and accelerate's launcher ask
-    for. None for one process. Raises ``ValueError`` for what a captured step cannot serve.
+    for. None for one process. Raises ``ValueError`` for unsupported arguments.
     """
     spec = MeshSpec.parse(mesh) if mesh is not None else None
     world = args.world_size
@@ -50,7 +50,7 @@ def mesh_spec(args: TrainingArguments, mesh: str | None) -> MeshSpec | None:
     if spec is not None:
         return spec
     if world % replicas:
-        raise ValueError(f"dp_replicate_size={replicas} does not divide {world} processes; give a divisor")
+        raise ValueError(f"dp_replicate_size={replicas} does not divide {world} processes; use a divisor")
     sizes = {"dp_replicate": replicas, "dp_shard": world // replicas} if shards else {"dp_replicate": world}
     return MeshSpec(**sizes, cp=context)
 
@@ -71,7 +71,7 @@ def _checked_fsdp(args: TrainingArguments) -> bool:
     version = int(given.get("fsdp_version") or os.environ.get("FSDP_VERSION", 1))
     if version != 2:
         raise ValueError(
-            f"fsdp version {version}: GraphTrainer shards as version 2 does; give "
+            f"fsdp version {version}: GraphTrainer shards as version 2 does; use "
             "fsdp_config={'version': 2}, or --fsdp_version 2 to accelerate launch"
         )
     plugin = FullyShardedDataParallelPlugin(**given)
@@ -79,7 +79,7 @@ def _checked_fsdp(args: TrainingArguments) -> bool:
         raise ValueError("FSDP's offload to the CPU: a captured step keeps its shards on the GPU; drop cpu_offload")
     if plugin.activation_checkpointing:
         raise ValueError(
-            "FSDP's activation_checkpointing wraps modules; give gradient_checkpointing=True, or a memory option of "
+            "FSDP's activation_checkpointing wraps modules; use gradient_checkpointing=True, or a memory option of "
             "stepgraph.StepOptions, instead"
         )
     if plugin.ignored_modules is not None:
@@ -214,7 +214,7 @@ def _check_model(model: nn.Module) -> None:
 def swap_parameters(optimizer: torch.optim.Optimizer, new: Mapping[int, nn.Parameter]) -> None:
     """Let an optimizer that was made for the whole model update the shards. ``ValueError`` if it has stepped."""
     if optimizer.state:
-        raise ValueError("optimizers= has stepped on whole parameters; give a new one, and resume from a checkpoint")
+        raise ValueError("optimizers= has stepped on whole parameters; use a new one, and resume from a checkpoint")
     for group in optimizer.param_groups:
         group["params"] = [new.get(id(param), param) for param in group["params"]]
 
@@ -257,7 +257,7 @@ def load_converted(model: nn.Module, folder: str, args: TrainingArguments) -> An
 
 @torch.no_grad()
 def whole_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, keep: bool) -> dict[str, Any]:
-    """The optimizer's ``state_dict`` as one process has it, on the CPU; all ranks must call. Empty if not ``keep``."""
+    """The optimizer's ``state_dict`` of one process, on the CPU; all ranks must call. Empty if not ``keep``."""
     state = optimizer.state_dict()
     for index, layout in enumerate(_layouts_of(optimizer, model)):
         slots = dict(state["state"].get(index, {}))  # the optimizer's own stays

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _TARGETS = "Trainer's num_items_in_batch"
 #: Graphs of a run, after which an optimizer or limit that changes again is eager.
 _CAPTURES = 8
-#: In the place of TRL's own, and the same in each step: a graph is of the functions that its step reads.
+#: Replaces TRL's own, and stays the same object, because a graph depends on the functions that its step reads.
 _without_triton, _untimed = lambda _: False, lambda *_: contextlib.nullcontext()
 #: The names in TRL's ``training_step`` where it leaves gradients alone: it offloads (an option, refused), or counts.
 _LEAVE_GRADIENTS = (
@@ -280,7 +280,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
                 first, other = next((a, b) for a, b in zip(forms[0], found, strict=False) if a != b)
                 raise ValueError(
                     f"the batches of rank 0 and of rank {rank} differ in form ({first} and {other}), and ranks run one "
-                    "graph: give data_collator=PadToLengths(lengths, collate), which pads all ranks to one length"
+                    "graph: use data_collator=PadToLengths(lengths, collate), which pads all ranks to one length"
                 )
         return microbatches
 
@@ -468,7 +468,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         elif alike:
             why, fix = "a callback, clipping, training_step or zero_grad may change gradients", "leave it out"
         else:
-            why = "microbatches of one step differ in shape, or in values that are no rows"
+            why = "microbatches of one step differ in shape, or in values that are not rows"
             fix = "pad to one length and give dataloader_drop_last=True"
         if self._mesh is not None:
             if self._mesh.experts is not None:
@@ -532,7 +532,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         return super().evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As ``Trainer.log``; with a training loss go the means of what `stepgraph.metric` has reported since."""
+        """As ``Trainer.log``; a training loss comes with the means of what `stepgraph.metric` has reported since."""
         if is_probing():  # ``compute_loss`` logs again after the step
             return
         self._store()
@@ -634,7 +634,7 @@ def _shown(microbatch: dict[str, Any]) -> str:
 
 
 def _together(microbatches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Microbatches of one form one after the other, along the first dimension of each tensor that has one."""
+    """Microbatches of one form one by one, along the first dimension of each tensor that has one."""
     if len(microbatches) == 1:
         return microbatches[0]
     flat, (_, spec) = [flatten_batch(batch)[0] for batch in microbatches], flatten_batch(microbatches[0])

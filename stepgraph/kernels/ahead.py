@@ -34,7 +34,7 @@ def sources_of(
 ) -> list[compat.TritonSource]:
     """What Triton will compile when ``operator`` is called with such arguments (fake CUDA tensors, of one fake mode).
 
-    Addresses are taken for multiples of 16 bytes but for a tensor's storage offset.
+    Addresses are taken for multiples of 16 bytes except for a tensor's storage offset.
     """
     from stepgraph.kernels.norm.ahead import recorded_norms
 

@@ -24,7 +24,7 @@ _GELU = {"none": "gelu_erf", "tanh": "gelu_tanh_approx"}
 
 
 def installed() -> bool:
-    """Whether the package is there: nothing is imported."""
+    """Whether the package is installed: nothing is imported."""
     return importlib.util.find_spec("quack") is not None
 
 

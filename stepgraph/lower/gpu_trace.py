@@ -1,4 +1,4 @@
-"""What torch composes differently on a CPU than on a GPU, traced on a CPU as a GPU of a forecast has it.
+"""What torch composes differently on a CPU than on a GPU, traced on a CPU as the forecast's GPU would run it.
 
 Attention with dropout or with values of another width is one kernel on a GPU; on a CPU it is products and a softmax of
 every score, as on both where its mask has a gradient. With another mask it is an operator that passes know. Dropout

@@ -1,10 +1,10 @@
 """Captures of batches that differ only in their lengths, from one trace in which the lengths are open (symbolic).
 
-A trace with open sizes records guards: what Python and operators assumed about the sizes, and what Python read of
+A trace with symbolic sizes records guards: what Python and operators assumed about the sizes, and what Python read of
 values that may depend on them. A length that satisfies them gets the nodes of that trace with its sizes filled in: the
 model's Python does not run, and passes see the graph that a trace of this length would have given. Others are traced.
 
-The trace with open sizes costs as much as four or five others. It is made for the fifth form of one kind, so that
+The trace with symbolic sizes costs as much as four or five others. It is made for the fifth form of one kind, so that
 runs with few lengths do not pay for it, and used from the seventh on, after it has matched the traces of two lengths.
 """
 
@@ -34,17 +34,17 @@ from stepgraph.run.bound import BoundStep
 
 aten = torch.ops.aten
 
-#: The trace with open sizes is made for this one of the forms that differ in sizes alone.
+#: The trace with symbolic sizes is made for this one of the forms that differ only in sizes.
 _MADE_FOR = 5
 #: How many kinds are kept; the least recently used goes first.
 _KINDS = 16
 #: The notes of a form that was not traced, and of one whose sizes cannot be open.
-NOT_TRACED = "not traced: its nodes come from the trace with open sizes"
+NOT_TRACED = "not traced: its nodes come from the trace with symbolic sizes"
 _STRIDED = "each length is traced: a tensor of the batch is not contiguous"
 #: Keys of a node's meta that repeat its value; neither passes nor compilers read them.
 _OF_VALUES = ("tensor_meta", "eager_input_vals")
 
-#: What torch before 2.13 has in ``matmul`` where sizes are open, for what it has where they are known.
+#: What torch before 2.13 has in ``matmul`` where sizes are symbolic, for what it has where they are known.
 _ALSO = {aten._unsafe_view.default: aten.view.default}
 
 #: Sizes of a batch, by the places of its leaves.
@@ -52,7 +52,7 @@ Shapes = dict[int, tuple[int, ...]]
 
 
 class Lengths:
-    """The kinds of batches of one step, each with the forms that differ in sizes alone."""
+    """The kinds of batches of one step, each with the forms that differ only in sizes."""
 
     def __init__(self) -> None:
         self._families: dict[Hashable, _Family] = {}
@@ -79,7 +79,7 @@ class Lengths:
         return made
 
     def keep(self, bound: BoundStep) -> None:
-        """``bound`` is what was traced last, with what watches it."""
+        """``bound`` is the latest trace with its watches."""
         if self._latest is not None and self._latest[1] is bound.traced:
             self._latest[0].watches = bound.watch, bound.plain
         self._latest = None
@@ -106,9 +106,9 @@ def _frame(leaf: torch.Tensor) -> tuple:
 
 
 class _Family:
-    """Forms that differ only in their shapes. ``template``: the trace with open sizes; ``watches`` see changes of what
-    it was specialized on. ``trusted``: whether it has matched a trace of other sizes. ``failed``: why there is none.
-    ``note``: how the latest form was made."""
+    """Forms that differ only in their shapes. ``template``: the trace with symbolic sizes; ``watches`` see changes of
+    what it was specialized on. ``trusted``: whether it has matched a trace of other sizes. ``failed``: why there is
+    none. ``note``: how the latest form was made."""
 
     def __init__(self) -> None:
         self.seen: list[Shapes] = []
@@ -117,7 +117,7 @@ class _Family:
         self.trusted, self.failed, self.note = False, "", ""
 
     def is_stale(self) -> bool:
-        """Whether what the trace with open sizes was specialized on has changed since."""
+        """Whether what the trace with symbolic sizes was specialized on has changed since."""
         if self.template is None:
             return False
         return self.watches is None or self.watches[0].sees_change() or self.watches[1].change() is not None
@@ -158,7 +158,7 @@ class _Family:
 
 
 def _unfit(spec: StepSpec, traced: Traced) -> str:
-    """Why a step cannot be traced with open sizes; "" if it can."""
+    """Why a step cannot be traced with symbolic sizes; "" if it can."""
     wrapped = any(compat.is_traceable_wrapper_subclass(slot.tensor) for slot in traced.slots)
     found = {
         "the model is on several ranks": spec.pipeline is not None or wrapped,
@@ -189,7 +189,7 @@ class _Earlier(NamedTuple):
 
 @dataclass
 class _Value:
-    """A fake tensor whose form depends on open sizes. ``storage``: what it shares with others, by its place."""
+    """A fake tensor whose form depends on symbolic sizes. ``storage``: what it shares with others, by its place."""
 
     like: torch.Tensor
     storage: int
@@ -210,7 +210,7 @@ class _Node:
 
 
 class _Template:
-    """The step ``traced`` with open sizes: those in which the batches of ``seen`` differ."""
+    """The step ``traced`` with symbolic sizes: those in which the batches of ``seen`` differ."""
 
     def __init__(self, spec: StepSpec, traced: Traced, seen: Sequence[Shapes]):
         self.reason, self._n = "", spec.accumulate
@@ -246,14 +246,14 @@ class _Template:
                     return None
         sizes = [given[place] for place in range(len(given))]
         if assumed := self.sizes.broken(sizes):
-            self.reason = f"it fails a guard of the trace with open sizes, {assumed}"
+            self.reason = f"it fails a guard of the trace with symbolic sizes, {assumed}"
             return None
         if not all([host.holds() for host in self._traced.hosts]):
-            self.reason = "the optimizer takes another branch than in the trace with open sizes"
+            self.reason = "the optimizer takes another branch than in the trace with symbolic sizes"
             return None
         reads = self._reads.at(lambda value: self.sizes.at(value, sizes))
         if not reads.hold(leaves, self._n):
-            self.reason = "Python reads other values than in the trace with open sizes"
+            self.reason = "Python reads other values than in the trace with symbolic sizes"
             return None
         graphs = {name: graph.at(sizes, start) for name, graph in self._graphs.items()}
         return dataclasses.replace(
@@ -267,11 +267,11 @@ def _check_alike(traced: Traced, symbolic: Traced) -> None:
     """Raise `_DiffersError` if the two bind to other tensors, or read other values of the batch."""
     for name in ("landing", "slots"):
         if len(getattr(traced, name)) != len(getattr(symbolic, name)):
-            raise _DiffersError(f"a trace with open sizes has other {name}")
+            raise _DiffersError(f"a trace with symbolic sizes has other {name}")
     if traced.batch_reads.of_batch != symbolic.batch_reads.of_batch:
-        raise _DiffersError("a trace with open sizes reads other values of the batch")
+        raise _DiffersError("a trace with symbolic sizes reads other values of the batch")
     if symbolic.draws.calls or symbolic.grow or symbolic.generators or len(symbolic.hosts) != len(traced.hosts):
-        raise _DiffersError("a trace with open sizes needs the host for more")
+        raise _DiffersError("a trace with symbolic sizes needs the host for more")
 
 
 def _check_same(one: StepProgram, other: StepProgram) -> None:
@@ -286,14 +286,14 @@ class _Graph:
 
     def __init__(self, step: StepGraph, symbolic: StepGraph, sizes: OpenSizes | None = None, hints: Sequence[int] = ()):
         self._sizes, self._hints = sizes, hints
-        self._numbers: list[Any] = []  # open sizes
+        self._numbers: list[Any] = []  # symbolic sizes
         self._places: dict[Any, int] = {}
         self._nodes: list[_Node] = []
         self._storages: dict[int, int] = {}  # of the one to the other's
         self._merged: dict[int, int] = {}  # of the other's, by what is left out
-        self._bytes: dict[int, Any] = {}  # of storages that depend on open sizes
+        self._bytes: dict[int, Any] = {}  # of storages that depend on symbolic sizes
         if [s.what for s in step.inputs] != [s.what for s in symbolic.inputs] or step.outputs != symbolic.outputs:
-            raise _DiffersError("a trace with open sizes has other inputs or results")
+            raise _DiffersError("a trace with symbolic sizes has other inputs or results")
         self._places_of: dict[fx.Node, int] = {}
         self._theirs: dict[fx.Node, int] = {}
         pairs = self._paired(list(step.graph.nodes), list(symbolic.graph.nodes))
@@ -307,14 +307,14 @@ class _Graph:
             if is_alias:
                 given = given[:1]
             elif mine.op == "call_function" and theirs.target not in (mine.target, _ALSO.get(mine.target)):
-                raise _DiffersError(f"a trace with open sizes has {theirs.target} where it has {mine.target}")
+                raise _DiffersError(f"a trace with symbolic sizes has {theirs.target} where it has {mine.target}")
             try:
                 args, kwargs = self._joined(mine.args, given), self._joined(mine.kwargs, theirs.kwargs)
                 value = self._value(mine.meta.get("val"), theirs.meta.get("val"))
             except _DiffersError as error:
                 raise _DiffersError(f"{error}, at {mine.name}") from None
             if mine.op != theirs.op:
-                raise _DiffersError(f"a trace with open sizes has another node for {mine.name}")
+                raise _DiffersError(f"a trace with symbolic sizes has another node for {mine.name}")
             meta = {key: held for key, held in mine.meta.items() if key not in ("val", *_OF_VALUES)}
             self._nodes.append(_Node(mine.op, mine.target, args, kwargs, mine.name, meta, value))
         self._step = dataclasses.replace(step, module=None, executable=None, inputs=list(step.inputs))
@@ -323,8 +323,8 @@ class _Graph:
     # ---- joining two graphs ----
 
     def _paired(self, ours: Sequence[fx.Node], others: Sequence[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-        """Each node with the other graph's. With open sizes, indexing by ``:`` has nodes, which give their argument;
-        the last of them may be an ``alias`` where sizes are known."""
+        """Each node with the other graph's. With symbolic sizes, indexing by ``:`` has nodes, which give their
+        argument; the last of them may be an ``alias`` where sizes are known."""
         pairs, at = [], 0
         for place, mine in enumerate(ours):
             while at < len(others) and _is_whole(others[at]) and not _is_whole(mine):
@@ -335,12 +335,12 @@ class _Graph:
                 self._merged[compat.storage_key(others[at].meta["val"])] = self._memory(given.meta["val"])
                 at += 1
             if at == len(others):
-                raise _DiffersError("a trace with open sizes has fewer nodes")
+                raise _DiffersError("a trace with symbolic sizes has fewer nodes")
             self._places_of[mine] = self._theirs[others[at]] = place
             pairs.append((mine, others[at]))
             at += 1
         if at < len(others):
-            raise _DiffersError("a trace with open sizes has more nodes")
+            raise _DiffersError("a trace with symbolic sizes has more nodes")
         return pairs
 
     def _attribute(self, name: str, mine: Any, theirs: Any) -> None:
@@ -349,17 +349,17 @@ class _Graph:
             forms = [(t.dtype, t.device, t.shape, t.stride()) for t in (mine, theirs)]
             same |= forms[0] == forms[1] and torch.equal(mine, theirs)
         if not same:
-            raise _DiffersError(f"a trace with open sizes has another constant {name}")
+            raise _DiffersError(f"a trace with symbolic sizes has another constant {name}")
         self._attributes[name] = mine
 
     def _number(self, mine: int, theirs: Any) -> Any:
-        """An integer of the graph, and where it depends on open sizes its place."""
+        """An integer of the graph, and where it depends on symbolic sizes its place."""
         if not isinstance(theirs, torch.SymInt):
             if type(mine) is not type(theirs) or mine != theirs:
-                raise _DiffersError(f"a trace with open sizes has {theirs} for {mine}")
+                raise _DiffersError(f"a trace with symbolic sizes has {theirs} for {mine}")
             return mine
         if type(mine) is not int or self._sizes.at(theirs, self._hints) != mine:
-            raise _DiffersError(f"a trace with open sizes has another size for {mine}")
+            raise _DiffersError(f"a trace with symbolic sizes has another size for {mine}")
         expression = theirs.node.expr
         if expression not in self._places:
             self._places[expression] = len(self._numbers)
@@ -367,7 +367,7 @@ class _Graph:
         return _Number(self._places[expression])
 
     def _stride(self, size: int, mine: int, theirs: Any) -> Any:
-        """A stride of a dimension of this ``size``: in one of 1 it leads nowhere, and may differ with open sizes."""
+        """A stride of a dimension of this ``size``: for size 1 it has no effect, and may differ with symbolic sizes."""
         now = self._sizes.at(theirs, self._hints) if self._sizes else theirs
         return mine if size == 1 and now != mine else self._number(mine, theirs)
 
@@ -375,12 +375,12 @@ class _Graph:
         """Nested arguments of a node."""
         if isinstance(mine, fx.Node):
             if not isinstance(theirs, fx.Node) or self._places_of[mine] != self._theirs[theirs]:
-                raise _DiffersError("a trace with open sizes reads another node")
+                raise _DiffersError("a trace with symbolic sizes reads another node")
             return _Earlier(self._places_of[mine])
         if isinstance(theirs, torch.SymInt):
             return self._number(mine, theirs)
         if type(mine) is not type(theirs):
-            raise _DiffersError(f"a trace with open sizes has {theirs!r} for {mine!r}")
+            raise _DiffersError(f"a trace with symbolic sizes has {theirs!r} for {mine!r}")
         if isinstance(mine, (list, tuple)) and len(mine) == len(theirs):
             items = [self._joined(a, b) for a, b in zip(mine, theirs, strict=True)]
             return items if isinstance(mine, list) else tuple(items)
@@ -389,7 +389,7 @@ class _Graph:
         if isinstance(mine, slice):
             return slice(*(self._joined(getattr(mine, k), getattr(theirs, k)) for k in ("start", "stop", "step")))
         if mine is not theirs and repr(mine) != repr(theirs):
-            raise _DiffersError(f"a trace with open sizes has {theirs!r} for {mine!r}")
+            raise _DiffersError(f"a trace with symbolic sizes has {theirs!r} for {mine!r}")
         return mine
 
     def _memory(self, theirs: torch.Tensor) -> int:
@@ -403,16 +403,16 @@ class _Graph:
             if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
                 keys = compat.storage_key(one), self._memory(other)
                 if self._storages.setdefault(keys[0], keys[1]) != keys[1]:
-                    raise _DiffersError("a trace with open sizes shares other memory")
+                    raise _DiffersError("a trace with symbolic sizes shares other memory")
                 size = self._number(one.untyped_storage().nbytes(), other.untyped_storage().nbytes())
                 if isinstance(size, _Number):
                     self._bytes[keys[0]] = size
 
     def _value(self, mine: Any, theirs: Any) -> Any:
-        """What a node gives, with open sizes."""
+        """What a node gives, with symbolic sizes."""
         if isinstance(mine, (list, tuple)):
             if type(mine) is not type(theirs) or len(mine) != len(theirs):
-                raise _DiffersError("a trace with open sizes has other results")
+                raise _DiffersError("a trace with symbolic sizes has other results")
             items = [self._value(a, b) for a, b in zip(mine, theirs, strict=True)]
             return items if isinstance(mine, list) else tuple(items)
         if type(mine) is int:
@@ -421,10 +421,10 @@ class _Graph:
             return None
         if not isinstance(mine, torch.Tensor):
             if type(mine) is not type(theirs) or mine != theirs:
-                raise _DiffersError("a trace with open sizes has another result")
+                raise _DiffersError("a trace with symbolic sizes has another result")
             return mine
         if not isinstance(theirs, torch.Tensor) or _plain(mine) != _plain(theirs):
-            raise _DiffersError("a trace with open sizes has another tensor")
+            raise _DiffersError("a trace with symbolic sizes has another tensor")
         shape = tuple(map(self._number, mine.shape, theirs.shape))
         strides = tuple(map(self._stride, mine.shape, mine.stride(), theirs.stride()))
         offset = self._number(mine.storage_offset(), theirs.storage_offset())
@@ -435,7 +435,7 @@ class _Graph:
     # ---- a graph of other sizes ----
 
     def at(self, sizes: Sequence[int], start: float) -> StepGraph:
-        """The graph where the open sizes are ``sizes``; its capture began at ``start``."""
+        """The graph where the symbolic sizes are ``sizes``; its capture began at ``start``."""
         numbers = [self._sizes.at(number, sizes) for number in self._numbers]
         storages: dict[int, torch.UntypedStorage] = {}
         graph, made = fx.Graph(), []
@@ -481,7 +481,7 @@ class _Graph:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    """Whether a slice, or its gradient, is all of its argument whatever the open sizes are."""
+    """Whether a slice, or its gradient, is all of its argument whatever the symbolic sizes are."""
     if node.target not in (aten.slice.Tensor, aten.slice_backward.default):
         return False
     form, given = (

@@ -30,7 +30,7 @@ from stepgraph.passes import (
 
 @compat.collector_off()  # once for both parts: it would walk the trace again after each
 def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = None) -> Traced:
-    """Trace the step of ``spec`` once and rewrite it for ``target``: a program, with what binds it to live tensors.
+    """Trace the step of ``spec`` once and rewrite it for ``target``: a program and its binding to live tensors.
 
     ``target``: may be a GPU that is only forecast; None: where the model's tensors are. In a simulated process group
     the program is that of the simulated rank. ``dump``: folder for the graphs' text before and after each pass.

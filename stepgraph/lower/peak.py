@@ -143,7 +143,7 @@ class PeakSearch:
         """The passes before `fit_memory` of the latest attempt, and what they made of ``program``."""
 
     def passes(self, found: PeakTry, trial: bool = False) -> list[Pass]:
-        """The passes of the step with what was ``found``, or of a ``trial`` of it."""
+        """The passes of the step with the choice ``found``, or of a ``trial`` of it."""
         own = {"limit": found.limit, "beyond": found.peak - found.graph, "peak": self.asked / 2**30, "trial": trial}
         made = []
         for p in self.spec.passes:

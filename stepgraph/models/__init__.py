@@ -41,7 +41,7 @@ def family_of(config: Any) -> Family:
         if type(config) is family.config:
             return family
     known = ", ".join(family.config.__name__ for family in FAMILIES)
-    raise ValueError(f"{type(config).__name__} is not the configuration of a model: give one of {known}")
+    raise ValueError(f"{type(config).__name__} is not the configuration of a model: use one of {known}")
 
 
 def family_named(name: str) -> Family:
@@ -54,11 +54,11 @@ def family_named(name: str) -> Family:
 
 def config_from_hf(folder: str | os.PathLike[str], own: bool = True) -> Any:
     """The configuration of the model in ``folder``, a Hugging Face checkpoint, by the family that its ``config.json``
-    names; of another one, and of all if not ``own``, as transformers has it. ``ValueError`` where there is none."""
+    names; for another one, and for all if not ``own``, transformers' module. ``ValueError`` where there is none."""
     if (adapter := Path(folder) / "adapter_config.json").exists():
         base = read_json(adapter).get("base_model_name_or_path")
         raise ValueError(
-            f"{folder} holds an adapter ({adapter.name}) of {base}, not a whole model: give that one, "
+            f"{folder} holds an adapter ({adapter.name}) of {base}, not a whole model: use that one, "
             "or merge the adapter into it by merge_and_unload() of peft"
         )
     path = Path(folder) / CONFIG

@@ -258,7 +258,7 @@ def _to_hf(config: DeepSeekV3Config) -> dict[str, Any]:
         raise ValueError(
             f"Hugging Face has no form for scoring={moe.scoring!r} with selection_bias={moe.selection_bias}, "
             f"normalize={moe.normalize} and n_shared={moe.n_shared}: DeepSeek-V3 is 'sigmoid' with selection_bias, "
-            "DeepSeek-V2 'softmax' without it and without normalize, both with shared experts; give one of these"
+            "DeepSeek-V2 'softmax' without it and without normalize, both with shared experts; use one of these"
         )
     kind = "deepseek_v2" if second else "deepseek_v3"
     return {

@@ -60,10 +60,10 @@ def check_positions(positions: torch.Tensor, tokens: torch.Tensor, cache: object
     """Raise ``ValueError`` for positions of another shape than ``tokens``, or given with a ``cache``."""
     if positions.shape != tokens.shape:
         raise ValueError(
-            f"positions are {tuple(positions.shape)} and tokens {tuple(tokens.shape)}; give one for each token"
+            f"positions are {tuple(positions.shape)} and tokens {tuple(tokens.shape)}; use one for each token"
         )
     if cache is not None:
-        raise ValueError("a cache holds one text, and positions are for packed documents; give one of the two")
+        raise ValueError("a cache holds one text, and positions are for packed documents; use one of the two")
 
 
 #: The buffer of a model that says which part this rank has, a scalar int64.

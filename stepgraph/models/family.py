@@ -29,13 +29,13 @@ class Piece:
 
 
 def whole_piece(name: str, shape: Sequence[int]) -> list[Piece]:
-    """The one piece of a tensor that the checkpoint, too, has as one."""
+    """The single piece of a tensor that the checkpoint also stores as one."""
     return [Piece(name, tuple((0, size) for size in shape))]
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A family's checkpoints in the Hugging Face format. Its module has ``init_buffers`` for what they do not hold.
+    """A family's checkpoints in the Hugging Face format. Its module has ``init_buffers`` for the buffers they lack.
 
     ``title``: the model's name, for people. ``model_types``: theirs, in ``config.json``. ``name``: our tensor's name ->
     theirs. ``read_config``: a folder -> our configuration; raises ``ValueError`` for another model. ``write_config``:
@@ -55,7 +55,7 @@ class HuggingFace:
         return ("head.weight", "embed.weight") if config.tie_embeddings else None
 
     def pieces_of(self, name: str, shape: Sequence[int]) -> list[Piece]:
-        """The tensors of a checkpoint that make up our tensor ``name``: one, but for experts, which ours stack. Of
+        """The tensors of a checkpoint that make up our tensor ``name``: one, except for experts, which ours stack. Of
         ``experts.gate_up_proj.weight`` (E, 2 F, D) they are ``experts.0.gate_proj.weight`` (F, D),
         ``experts.0.up_proj.weight``, ``experts.1.gate_proj.weight`` and so on."""
         before, experts, product = self.name(name).partition(".experts.")
@@ -122,12 +122,12 @@ def flops_per_token(config: CountableConfig, seq_len: int) -> int:
     Source: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
     """
     if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len} is not positive; give a value above 0")
+        raise ValueError(f"seq_len={seq_len} is not positive; use a value above 0")
     active = config.num_params(lookup_table=False, active=True)
     return 6 * active + 6 * config.n_layers * config.score_flops * seq_len
 
 
-#: How far from what was given a divisor is looked for.
+#: How far from the given value a divisor is searched.
 _NEAR = 10_000
 
 
@@ -138,9 +138,9 @@ def check_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         kind = int if name in whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kind):
-            raise ValueError(f"{name}={value!r} is not a {'whole ' if name in whole else ''}number; give one above 0")
+            raise ValueError(f"{name}={value!r} is not a {'whole ' if name in whole else ''}number; use one above 0")
         if not value > 0:
-            raise ValueError(f"{name}={value} is not positive; give a value above 0")
+            raise ValueError(f"{name}={value} is not positive; use a value above 0")
 
 
 def check_heads(dim: int, n_heads: int, n_kv_heads: int) -> None:

@@ -23,7 +23,7 @@ def generate(model: nn.Module, prompt: list[int], n: int, choose: Choose, stop: 
     of transformers generates by itself. Raises ``ValueError`` for an empty prompt.
     """
     if not prompt:
-        raise ValueError("the prompt has no tokens; give at least one, such as the token that begins a text")
+        raise ValueError("the prompt has no tokens; use at least one, such as the token that begins a text")
     if isinstance(model, CausalLM):
         yield from model.generate(prompt, n, choose, stop)
         return

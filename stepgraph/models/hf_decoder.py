@@ -20,7 +20,7 @@ CONFIG = "config.json"
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; ``ValueError`` where the file is missing or holds none."""
     if not path.exists():
-        raise ValueError(f"{path} is missing; give the folder of a Hugging Face checkpoint")
+        raise ValueError(f"{path} is missing; use the folder of a Hugging Face checkpoint")
     require_file(path)
     try:
         value = errors.read_json(path)
@@ -111,7 +111,7 @@ def decoder_format(
             check(raw, made)
             return made
         except KeyError as error:
-            raise ValueError(f"{path} lacks {error}; give the config.json of a {title} checkpoint") from None
+            raise ValueError(f"{path} lacks {error}; use the config.json of a {title} checkpoint") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -136,7 +136,7 @@ def _require(raw: dict[str, Any], title: str, needed: dict[str, Any]) -> None:
     there. No dropout either, which the models here do not have: they would train as another model, silently."""
     for key, value in needed.items():
         if raw.get(key, value) != value or (key == "model_type" and key not in raw):
-            raise ValueError(f"{key} is {raw.get(key)!r}, {title} has {value!r}; give a {title} checkpoint")
+            raise ValueError(f"{key} is {raw.get(key)!r}, {title} has {value!r}; use a {title} checkpoint")
     for key, value in raw.items():
         if key.endswith("_dropout") and key != "classifier_dropout" and value:
             raise ValueError(f"{key} is {value!r}, {title} trains without dropout here; set it to 0.0")
@@ -155,7 +155,7 @@ def rope_from_hf(raw: dict[str, Any], kind: str, scaling: Callable[[dict[str, An
     if found == "default":
         return theta
     if found != kind:
-        raise ValueError(f"rope_type {found!r} is not supported; give a checkpoint with 'default' or {kind!r}")
+        raise ValueError(f"rope_type {found!r} is not supported; use a checkpoint with 'default' or {kind!r}")
     return theta | {"rope_scaling": scaling(rope)}
 
 
@@ -166,13 +166,13 @@ def yarn_from_hf(rope: dict[str, Any], scales_scores: bool) -> YarnScaling:
     `YarnScaling` cannot express, ``KeyError`` for a key that is missing.
     """
     mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    both = bool(mscale and mscale_all_dim)  # their tables heed the two together or not at all
+    both = bool(mscale and mscale_all_dim)  # their tables use both or neither
     untold = both if not scales_scores else mscale_all_dim and not mscale
     for key in [key for key in ("attention_factor", "truncate") if rope.get(key) is not None]:
-        raise ValueError(f"YaRN with {key}={rope[key]} is not supported; give a checkpoint without {key}")
+        raise ValueError(f"YaRN with {key}={rope[key]} is not supported; use a checkpoint without {key}")
     if untold:
         raise ValueError(
-            f"YaRN with mscale={mscale} and mscale_all_dim={mscale_all_dim} is not supported; give a checkpoint with "
+            f"YaRN with mscale={mscale} and mscale_all_dim={mscale_all_dim} is not supported; use a checkpoint with "
             + ("both or neither" if scales_scores else "neither")
         )
     given = {field: rope[key] for key, field in _YARN.items() if rope.get(key) is not None}
@@ -189,7 +189,7 @@ def yarn_to_hf(yarn: YarnScaling | None, scales_scores: bool) -> dict[str, Any] 
         values = {key: value for key, value in values.items() if key not in _SCORES_AS_THEY_ARE}
     elif not scales_scores or not yarn.mscale_all_dim:
         raise ValueError(
-            f"Hugging Face has no form for {yarn}: give mscale=1 with mscale_all_dim=0"
+            f"Hugging Face has no form for {yarn}: use mscale=1 with mscale_all_dim=0"
             + (", or mscale_all_dim above 0" if scales_scores else "")
         )
     return {"type": "yarn", "rope_type": "yarn", **values}

@@ -70,7 +70,7 @@ def _threads() -> int:
 
 
 class _Staging:
-    """Two buffers to draw into, in turn: while a GPU copies one, the other fills. For GPUs they are pinned."""
+    """Two alternating buffers to draw into: while a GPU copies one, the other fills. For GPUs they are pinned."""
 
     def __init__(self, pinned: bool):
         self._pinned = pinned

@@ -142,7 +142,7 @@ def _check_heads(raw: dict[str, Any], config: Llama3Config) -> None:
     if raw.get("head_dim") not in (None, config.head_dim):
         raise ValueError(
             f"head_dim={raw['head_dim']} is not hidden_size / num_attention_heads = {config.head_dim}; "
-            "give a Llama 3 checkpoint"
+            "use a Llama 3 checkpoint"
         )
 
 

@@ -23,7 +23,7 @@ _open: list[list[torch.Tensor]] = []
 
 @contextlib.contextmanager
 def added_losses() -> Iterator[list[torch.Tensor]]:
-    """What modules inside add to the training loss, scalars: as `next_token_loss` has it, for a loss of your own.
+    """What modules inside add to the training loss, scalars: as in `next_token_loss`, for your own loss.
 
     Empty without gradients, as in validation. Recomputation for backward, outside, adds nothing.
     """
@@ -66,7 +66,7 @@ def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch
 
 
 def usual_count(batch: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """How many targets count in a microbatch of as many rows, as ``batch["targets_per_row"]`` has it; None without."""
+    """How many targets count in a microbatch of this many rows, by ``batch["targets_per_row"]``; None without it."""
     return batch["targets_per_row"] * batch["tokens"].shape[0] if "targets_per_row" in batch else None
 
 

@@ -44,7 +44,7 @@ class MoEConfig:
         check_positive(self, "n_experts", "top_k", "ffn_dim", "scale", "n_groups", "top_groups")
         for name in ("n_shared", "balance_rate", "balance_loss"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} is negative; give 0 for none")
+                raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 for none")
         if self.scoring not in get_args(Scoring):
             raise unknown_name("scoring", self.scoring, get_args(Scoring))
         if self.n_experts % self.n_groups:
@@ -101,7 +101,7 @@ class Router(nn.Module):
             scores = logits.sigmoid() if self.config.scoring == "sigmoid" else logits.softmax(dim=-1)
             with torch.no_grad():
                 chosen = self.choose(scores)  # (N, K)
-                # A comparison rather than a scatter: no additions whose order is open, and it fuses with what is near.
+                # A comparison rather than a scatter: no additions in varying order, and it fuses with its neighbours.
                 experts = torch.arange(self.config.n_experts, device=x.device)
                 counts = (chosen.unsqueeze(-1) == experts).sum(dim=(0, 1))  # (E,)
             if self.config.balance_loss and torch.is_grad_enabled():
@@ -114,7 +114,7 @@ class Router(nn.Module):
     def _balance_loss(self, scores: torch.Tensor) -> torch.Tensor:
         """(B, T, E) -> this rank's part of ``balance_loss * sum_e f_e P_e``, the mean over the sequences, a scalar.
 
-        ``f_e``: the share of a sequence's choices by score alone that fall on expert e, times E: 1 in balance. ``P_e``:
+        ``f_e``: the share of a sequence's choices (by score only) that fall on expert e, times E (1: balance). ``P_e``:
         the mean of its scores, each token's divided by their sum.
 
         Source: "DeepSeek-V3 Technical Report", 2024, section 2.1.2, equations 17 to 20.
@@ -178,7 +178,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Ten
 class GroupedLinear(nn.Module):
     """One linear map for each expert, without bias: ``weight`` is (E, out, in).
 
-    ``forward(rows, offsets)``: rows (R, in) sorted by expert, ``offsets`` (E,) int32 the ends of the experts' rows.
+    ``forward(rows, offsets)``: rows (R, in) sorted by expert, ``offsets`` (E,) int32 the ends of the expert rows.
     """
 
     def __init__(self, n_experts: int, n_in: int, n_out: int):
@@ -213,7 +213,7 @@ class Exchange:
         return gather_rows(x, order, places), offsets, (order, places)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor, state: Any) -> torch.Tensor:
-        """The experts' rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
+        """The expert rows (R, D), ``weights`` (N, K) fp32 -> (N, D), the weighted sum over each token's experts."""
         order, places = state
         return combine_rows(rows, places, weights, order)
 

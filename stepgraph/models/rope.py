@@ -1,7 +1,7 @@
 """Rotary position embedding.
 
 Pair ``i`` of a head is rotated by ``position * frequency[i]``. Models differ in which elements make a pair: (``i``,
-``i + head_dim / 2``) in Hugging Face's Llama and Qwen, whose weights so load by renaming alone, and the neighbours
+``i + head_dim / 2``) in Hugging Face's Llama and Qwen, whose weights load by renaming only, and the neighbours
 (``2 i``, ``2 i + 1``) in DeepSeek's.
 
 Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021, section 3.4.
@@ -24,7 +24,7 @@ class RopeScaling:
 
     factor: float  # low frequencies are divided by this: 8 for Llama 3.1, 32 for Llama 3.2
     low_freq_factor: float = 1.0  # wavelengths above original_max_seq_len / low_freq_factor are stretched fully
-    high_freq_factor: float = 4.0  # wavelengths below original_max_seq_len / high_freq_factor stay as they are
+    high_freq_factor: float = 4.0  # wavelengths below original_max_seq_len / high_freq_factor are left unchanged
     original_max_seq_len: int = 8192  # sequence length of the pre-training before the stretch
 
     table_scale = 1.0  # of cos and sin
@@ -38,7 +38,7 @@ class RopeScaling:
             )
 
     def kept(self, frequency: torch.Tensor, theta: float) -> torch.Tensor:
-        """How much of each frequency stays as it is, in [0, 1]; the rest is divided by ``factor``."""
+        """How much of each frequency is left unchanged, in [0, 1]; the rest is divided by ``factor``."""
         # Turns of a pair within the original context: at high_freq_factor and above keep it, at low_freq_factor and
         # below divide it by factor, between the two blend linearly.
         turns = self.original_max_seq_len * frequency / (2 * math.pi)
@@ -56,7 +56,7 @@ class YarnScaling:
 
     factor: float  # low frequencies are divided by this
     original_max_seq_len: int = 4096  # sequence length of the pre-training before the stretch
-    beta_fast: float = 32.0  # pairs with more turns than this in the original length stay as they are
+    beta_fast: float = 32.0  # pairs with more turns than this in the original length are left unchanged
     beta_slow: float = 1.0  # pairs with fewer turns than this are stretched fully
     mscale: float = 1.0  # with mscale_all_dim: cos and sin are scaled by the ratio of the two temperatures
     mscale_all_dim: float = 1.0  # attention scores are scaled by the square of this one's temperature; 0: they are not
@@ -64,7 +64,7 @@ class YarnScaling:
     def __post_init__(self) -> None:
         check_positive(self, "factor", "original_max_seq_len", "beta_fast", "beta_slow", "mscale")
         if not self.mscale_all_dim >= 0:
-            raise ValueError(f"mscale_all_dim={self.mscale_all_dim} is negative; give 0 to leave scores as they are")
+            raise ValueError(f"mscale_all_dim={self.mscale_all_dim} is negative; use 0 to leave scores as they are")
         if self.beta_fast <= self.beta_slow:
             raise ValueError(f"beta_fast={self.beta_fast} is not above beta_slow={self.beta_slow}; YaRN uses 32 and 1")
 
@@ -82,7 +82,7 @@ class YarnScaling:
         return self._temperature(self.mscale_all_dim) ** 2
 
     def kept(self, frequency: torch.Tensor, theta: float) -> torch.Tensor:
-        """How much of each frequency stays as it is, in [0, 1]; the rest is divided by ``factor``."""
+        """How much of each frequency is left unchanged, in [0, 1]; the rest is divided by ``factor``."""
         pairs = frequency.numel()
 
         def pair(turns: float) -> float:

@@ -38,7 +38,7 @@ class CausalLMConfig:
     longest = property(lambda self: getattr(self._text, "max_position_embeddings", None))
 
     def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
-        """Number of parameters. Without ``lookup_table``: only those that a token is multiplied by (active experts)."""
+        """Number of parameters. Without ``lookup_table``: only the ones a token is multiplied by (active experts)."""
         whole, table, experts = _counts(self.folder)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         of = next(filter(None, (getattr(self._text, name, None) for name in names)), 1)
@@ -47,7 +47,7 @@ class CausalLMConfig:
 
 
 def read_config(folder: Path) -> CausalLMConfig:
-    """The configuration of the model in ``folder``. ``ValueError``, one line, for what transformers cannot train."""
+    """The configuration of the model in ``folder``. ``ValueError``, one line, if transformers cannot train it."""
     _config(str(folder))
     return CausalLMConfig(str(folder))
 
@@ -111,11 +111,11 @@ class CausalLM(nn.Module):
                 self.inner, info = AutoModelForCausalLM.from_pretrained(config.folder, **options)
             for name, there, here in sorted(info["mismatched_keys"]):
                 raise ValueError(
-                    f"{config.folder}: {name} has shape {tuple(there)}, and config.json asks for {tuple(here)}: give a "
+                    f"{config.folder}: {name} has shape {tuple(there)}, and config.json asks for {tuple(here)}: use a "
                     "checkpoint of this configuration"
                 )
             if missing := sorted(info["missing_keys"]):
-                raise ValueError(f"{config.folder} lacks {', '.join(missing[:3])}: give a complete checkpoint")
+                raise ValueError(f"{config.folder} lacks {', '.join(missing[:3])}: use a complete checkpoint")
         else:
             found = _config(config.folder)
             with _explained(config.folder):
@@ -179,7 +179,7 @@ class CausalLM(nn.Module):
         if crosses_documents(self.inner, lambda: self(tokens, positions), 9):
             raise ValueError(
                 f"in {type(self.inner).__name__} a document of a row sees the earlier ones, as in state-space layers "
-                "or convolutions over the sequence: give --document-mask off"
+                "or convolutions over the sequence: use --document-mask off"
             )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class CausalLM(nn.Module):
         return {name: value for name, value in state.items() if name in trained} if self.lora else state
 
     def round_frozen(self, dtype: torch.dtype) -> None:
-        """Cast the frozen weights of linear layers to ``dtype``, as autocast else does in every step. Those that an
+        """Cast the frozen weights of linear layers to ``dtype``, as autocast else does in every step. The ones that an
         embedding shares stay."""
         tables = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         linear = (m for m in self.modules() if isinstance(m, nn.Linear) and id(m.weight) not in tables)
@@ -281,9 +281,9 @@ def _config(folder: str) -> Any:
     except ImportError as error:
         raise ValueError(f"{folder}: {kind!r} is a model of transformers: pip install 'stepgraph[hf]'") from error
     if kind not in known:
-        raise ValueError(f"{folder}: transformers has no causal language model of type {kind!r}; give one that it has")
+        raise ValueError(f"{folder}: transformers has no causal language model of type {kind!r}; use one that it has")
     if quantized:
-        raise ValueError(f"{folder} is quantized ({quantized}): give the checkpoint in bf16 or fp32")
+        raise ValueError(f"{folder} is quantized ({quantized}): use the checkpoint in bf16 or fp32")
     with _explained(folder):
         return AutoConfig.from_pretrained(folder, local_files_only=True)
 

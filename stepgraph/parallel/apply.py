@@ -27,7 +27,7 @@ from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.layout import Pipeline
 from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
-#: How tokens travel to experts, by the name that options use.
+#: How tokens are sent to experts, by the name that options use.
 EXCHANGES = {"collectives": ExpertExchange, "symmetric": SymmetricExchange}
 
 
@@ -61,7 +61,7 @@ def parallelize(
         reduce_dtype: dtype that gradients are reduced in.
         expert_capacity: with ``ep``, the rows that a rank has room to send to another at first, as a multiple of those
             under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
-        expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one after the other: one
+        expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one by one: one
             travels while another is computed (see `stepgraph.parallel.experts`).
         expert_exchange: with ``ep``, how tokens travel: by torch's ``collectives``, or within a machine over
             ``symmetric`` memory (see `stepgraph.parallel.expert_symmetric`).
@@ -77,13 +77,13 @@ def parallelize(
         raise ValueError("the model is parallel already; build a new one to parallelize it differently")
     if (mesh.axis("pp") is None) != (pipeline is None):
         raise ValueError(
-            f"mesh {mesh.spec} and pipeline={pipeline} do not agree; give parallelize what plan_pipeline made for a "
+            f"mesh {mesh.spec} and pipeline={pipeline} do not agree; pass parallelize what plan_pipeline made for a "
             "mesh with pp, and nothing for another"
         )
     tp = mesh.axis("tp")
     if tp is not None:
         if plan is None:
-            raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; give plan= or drop tp")
+            raise ValueError(f"mesh {mesh.spec} splits tensors and the model has no plan; pass plan= or drop tp")
         check_plan(model, plan, tp.size())
         at = device or next(model.parameters()).device
         place = torch.full((), mesh.place("tp"), dtype=torch.int64, device=at)

@@ -117,7 +117,7 @@ def share_sequences(model: nn.Module, mesh: Mesh, device: torch.device | str, fo
     if not readers:
         raise ValueError(
             f"mesh {mesh.spec} splits sequences and {type(model).__name__} has no attention that takes parts of them; "
-            "drop cp, or give a model of stepgraph.models or transformers"
+            "drop cp, or use a model of stepgraph.models or transformers"
         )
     form = form_of(*_heads(readers[0], mesh), mesh.spec.cp, form)
     context, place = (

@@ -117,5 +117,5 @@ def _attend(
     context = getattr(module, CONTEXT)
     if context.chunks > 1 and (dropout or not causal):
         what = f"dropout={dropout}" if dropout else "tokens that see later ones"
-        raise ValueError(f"{type(module).__name__} attends with {what}, not computed by context=gather: give ulysses")
+        raise ValueError(f"{type(module).__name__} attends with {what}, not computed by context=gather: use ulysses")
     return context.attend(attention, query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None

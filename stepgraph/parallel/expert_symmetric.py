@@ -36,7 +36,7 @@ class SymmetricExchange(ExpertExchange):
         super().__init__(axes, capacity)
         if apart := spans_machines(self.group.group_name):
             raise ValueError(
-                f"expert_exchange=symmetric over ep={self.ranks}: {apart}; make ep smaller, or take collectives"
+                f"expert_exchange=symmetric over ep={self.ranks}: {apart}; make ep smaller, or use collectives"
             )
 
     def dispatch(self, x: Tensor, chosen: Tensor, n_experts: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -76,7 +76,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """(room, D) -> (N * K, D), and its gradient the other way round."""
+    """(room, D) -> (N * K, D), and its gradient in the other direction."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, there: Tensor, back: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -9,15 +9,15 @@ are in the order of ranks, then of tokens: the order of one rank that has the wh
 
 A layer of experts is a module with the submodule ``experts``, whose parameters have one row for each of ``n_experts``
 in dimension 0, and an attribute ``exchange`` (see `stepgraph.models.moe`), which is replaced; or the experts of a
-model of transformers, whose modules stay as they are: a block calls ``experts(hidden_states, top_k_index,
+model of transformers, whose modules are left unchanged: a block calls ``experts(hidden_states, top_k_index,
 top_k_weights)``, and ``experts`` holds all weights as ``gate_up_proj`` (or ``up_proj`` where nothing gates) and
 ``down_proj``, with one row for each of ``num_experts``. Its own forward, a permutation and grouped products, becomes
 an exchange over ``ep``, products of the experts that are here, and the exchange back.
 
-Tokens may travel in chunks: while one travels, the experts compute another. As the program is written nothing overlaps,
-and the pass `overlap_experts` moves it so. A token's result does not depend on the chunk that it is in, but for the
-rounding of products of fewer rows; gradients of the experts' weights are sums over the chunks. Weights are gathered
-once.
+Tokens may travel in chunks: while one is in flight, the experts compute another. As the program is written nothing
+overlaps, and the pass `overlap_experts` moves it so. A token's result does not depend on the chunk that it is in,
+except for the rounding of products of fewer rows; gradients of the experts' weights are sums over the chunks. Weights
+are gathered once.
 """
 
 import inspect
@@ -72,7 +72,7 @@ class Capacity:
 class ExpertExchange(Exchange):
     """The exchange over ``ep``, by torch's collectives (gloo, NCCL). Its gradients travel back the same ways.
 
-    In a captured step the room is static. Run eagerly, ranks agree on the room for what there is, which waits for the
+    In a captured step the room is static. Run eagerly, ranks agree on the room for the actual rows, which waits for the
     GPU in every layer.
     """
 

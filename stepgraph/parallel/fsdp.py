@@ -26,7 +26,7 @@ _AWAY = "_stepgraph_away"  # stored parameters by name, while `torch.nn.utils.pa
 
 
 def unshard(stored: DTensor, layout: Layout) -> torch.Tensor:
-    """The parameter as the model reads it: a plain tensor, whole but for tensor parallelism's split."""
+    """The parameter as the model reads it: a plain tensor, whole except for tensor parallelism's split."""
     mesh, reduced = layout.mesh, layout.at_rest()
     dtypes = {"forward_dtype": layout.param_dtype, "backward_dtype": layout.reduce_dtype}
     if layout.unreduced() != reduced:

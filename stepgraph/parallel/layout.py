@@ -1,6 +1,6 @@
 """Where a parameter lies on the mesh: which part of it this rank keeps, and how large its local tensor is.
 
-A parameter is split along dimensions over axes of the mesh, one split after the other, each of what the one before
+A parameter is split along dimensions over axes of the mesh, one split after the other, each of the previous one's
 left: tensor parallelism splits one dimension evenly, FSDP then dimension 0 (see `fsdp_dim` for the exceptions).
 Shards are equal: where rows do not divide, every rank's shard has the size of the largest and the rows beyond the end
 are zeros that nothing reads. All ranks then have tensors, graphs and collectives of one shape.

@@ -22,7 +22,7 @@ LossFn = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def mean_over_mesh(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """The mean of all ranks' ``loss`` on every rank (of those that share a pipeline's stage), in value only.
+    """The mean of all ranks' ``loss`` on every rank (of the ones that share a pipeline's stage), in value only.
 
     The gradient is that of this rank's own loss: the mean over ranks is taken when gradients are reduced.
     """

@@ -51,9 +51,9 @@ class MeshSpec:
     def __post_init__(self) -> None:
         inner = self._inner
         if self.size > MOST_RANKS:
-            raise ValueError(f"mesh {self} has {self.size:,} ranks, and {MOST_RANKS:,} is the most: give a smaller one")
+            raise ValueError(f"mesh {self} has {self.size:,} ranks, and {MOST_RANKS:,} is the most: use a smaller one")
         if self._shards % self.cp:
-            raise ValueError(f"cp={self.cp} does not divide {self._shards} ranks; give a multiple, which counts them")
+            raise ValueError(f"cp={self.cp} does not divide {self._shards} ranks; use a multiple, which counts them")
         if inner % self.ep:
             fits = [n for n in range(1, inner + 1) if inner % n == 0]
             near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
@@ -218,7 +218,7 @@ class Axes:
 
 
 class Mesh(Axes):
-    """The mesh of a run. ``spec``: its sizes. ``devices`` has no ``pp``: it is of the ranks that share a stage.
+    """The mesh of a run. ``spec``: its sizes. ``devices`` has no ``pp``: it covers the ranks that share a stage.
     ``stage_group``: their process group. ``context_group``: the ranks that share this one's sequences; None without
     ``cp``. ``experts``: the mesh as experts see it; None without ``ep``."""
 

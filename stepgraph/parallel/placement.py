@@ -32,6 +32,6 @@ def placement_of(model: nn.Module) -> Placement | None:
     if pipeline is not None and not pipeline.readers.keys() <= found.keys():
         raise ValueError(
             "the model holds one in a pipeline, or is a part of it, and stages are cut by the names of that one's "
-            "parameters: give the model that was given to parallelize"
+            "parameters: use the model that was given to parallelize"
         )
     return Placement(found, pipeline)

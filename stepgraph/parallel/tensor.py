@@ -140,7 +140,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, str], tp: int) -> None:
     paths = [*(path for path, _ in modules), *absent]
     for pattern in plan:
         if not any(_matches(path, pattern) for path in paths):
-            raise ValueError(f"the tensor-parallel plan names {pattern!r}, which no module is; remove it from the plan")
+            raise ValueError(f"the tensor-parallel plan names {pattern!r}, which matches no module; remove it")
     for path, module in model.named_modules():
         style = style_of(path, module, plan)
         for name, param in module._parameters.items():

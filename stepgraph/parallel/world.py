@@ -48,7 +48,7 @@ def job_store() -> dist.Store | None:
 
 def says_first(text: str) -> bool:
     """Whether no rank of this start has said ``text`` before. True for a process that no elastic agent started, and
-    where the agent does not answer: better twice than not at all."""
+    where the agent does not answer: better twice than never."""
     with contextlib.suppress(dist.DistError):
         if (store := job_store()) is not None:
             digest = hashlib.sha256(text.encode()).hexdigest()
@@ -87,7 +87,7 @@ def _meet(rank: int, world: int, timeout_s: float) -> dist.Store:
             store = _own_store(rank, timeout_s)
     except dist.DistNetworkError as failure:
         reason = str(failure).splitlines()[0].partition(". ")[0]
-        used = "it is in use, give another by --master-port" if "EADDRINUSE" in str(failure) else reason
+        used = "it is in use, use another by --master-port" if "EADDRINUSE" in str(failure) else reason
         raise ValueError(f"the ranks cannot meet at {_place()}: {used}") from failure
     keys = [f"here/{other}" for other in range(world)]
     store.set(keys[rank], "")

@@ -19,13 +19,13 @@ class Pass:
         ``tier``: ``exact`` leaves every result bitwise equal to eager, ``numerics`` may round differently.
     When it may run:
         ``after``: passes that must come before it where both run. ``terminal``: only terminal passes may follow.
-        ``serves``: the later pass without which this one is of no use. ``needs_cuda``, ``needs_process_group``: what it
+        ``serves``: the later pass without which this one is useless. ``needs_cuda``, ``needs_process_group``: what it
         needs of the target. ``optional``: where it cannot run it is skipped, with its reason in the report, and without
         the pass it serves it is left out. The passes of `order.chosen` are optional, the ones that a caller names are
         not.
     How it is set:
         ``from_options(step_options)``: its own options for a run's `StepOptions`, None where those leave it out.
-        ``for_target(options, target)``: its options, completed with what the target says.
+        ``for_target(options, target)``: its options, completed from the target.
         ``forecast``: whether a forecast runs it too; False where it decides nothing but kernels.
         ``communicates``: whether it moves communication; its report then compares the exposed seconds before and after.
         ``prepare(target)``: called before a step for ``target`` is traced, for work that can be done at the same time.

@@ -25,14 +25,14 @@ ORDER = (
     "index_gradients",  # gradients of an indexing without checking the indices again
     "contiguous_rows",  # numerics: rows that lie channel by channel made contiguous where they begin
     "dedupe_unshards",  # one gather of each parameter per forward or backward
-    "fuse_experts",  # numerics: experts of other libraries by our kernels
+    "fuse_experts",  # numerics: experts of other libraries in our kernels
     "weight_experts",  # numerics: experts weighted before their last product
     "expert_swiglu",  # numerics: SwiGLU of the rows of experts that are in use
     "lora_experts",  # numerics: low-rank adapters of experts' weights as products of rows
-    "unread_rows",  # no zeros after experts' rows where nothing reads them
-    "fp8_experts",  # numerics: products of experts' rows in fp8
+    "unread_rows",  # no zeros after expert rows where nothing reads them
+    "fp8_experts",  # numerics: products of expert rows in fp8
     "exchange_fp8",  # numerics: experts' tokens travel in fp8
-    "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits by our kernel
+    "bitsandbytes_4bit",  # numerics: weights that bitsandbytes holds in 4 bits in our kernel
     "fp8_matmul",  # numerics: products of linear layers in fp8
     "gather_fp8",  # numerics: FSDP's gathers of weights as the fp8 that products read
     "lora",  # numerics: products of low-rank adapters joined, and added by the base layer's
@@ -45,8 +45,8 @@ ORDER = (
     "orthogonalize",  # numerics: Muon's products over several matrices, and half of symmetric ones
     "inplace_update",  # optimizer and clipping without copies
     "offload_optimizer",  # the optimizer's state on the host, updates in parts
-    "modulated_norm",  # numerics: norms that each sequence scales and shifts, with gates, by our kernel
-    "fuse_norm",  # numerics: each norm by our kernels, Inductor or eager
+    "modulated_norm",  # numerics: norms that each sequence scales and shifts, with gates, in our kernel
+    "fuse_norm",  # numerics: each norm in our kernels, Inductor or eager
     "fuse_loss",  # numerics: cross entropy with its gradient, written over the logits
     "embedding_gradient",  # numerics: gradients of tables by a kernel that repeats itself
     "expand_optimizer",  # numerics: clipping and AdamW as arithmetic, for Inductor
@@ -61,7 +61,7 @@ ORDER = (
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
     "product_epilogues",  # numerics: GELU inside products by QuACK
-    "gelu_kernels",  # numerics: GELU between products by our kernels, with the bias's gradient
+    "gelu_kernels",  # numerics: GELU between products in our kernels, with the bias's gradient
     "concat_in_place",  # concatenations whose parts Inductor writes where they lie
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL
     "tune_products",  # numerics: large products by the fastest of cuBLASLt's algorithms

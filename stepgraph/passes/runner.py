@@ -28,7 +28,7 @@ Passes = str | StepOptions | Iterable[str | Pass]
 
 
 def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass]:
-    """The passes to run on ``target``, in order, with what they need to know about it."""
+    """The passes to run on ``target``, in order, with its facts."""
     if isinstance(passes, StepOptions):
         found = chosen(passes)
     elif isinstance(passes, Iterable) and not isinstance(passes, str):
@@ -39,7 +39,7 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
         raise ValueError(f"unknown passes {passes!r}; allowed: {', '.join(map(repr, NAMED))}, StepOptions or a list")
     for name in disable:
         get(name)  # refuses an unknown name
-    # No others: a list may be a part of what was chosen, and what they serve in the part that comes later.
+    # No others: a list may be one part of the choice, and the passes that need them may be in a later part.
     found = [p for p in found if p.name not in disable and not (p.optional and p.serves in disable)]
     found = [p for p in found if p.forecast or not target.simulated]
     return [replace(p, options=p.for_target(p.options, target)) for p in found]
@@ -134,7 +134,7 @@ def run_passes(
             if dump is not None:
                 (dump / f"{i:02d}-{p.name}.txt").write_text(step.text())
     step.graph.lint()  # the order again, and what no call of a node shows, such as names
-    if step.executable is step.module:  # else it is there to be read, and its code would be compiled for nobody
+    if step.executable is step.module:  # else it is only read, and compiling its code would be wasted
         step.module.recompile()
     return list(step.log)
 
@@ -179,7 +179,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _explained(p: Pass) -> Iterator[None]:
-    """Raise what fails inside in one line, with what to do; options that are refused, and running out of memory, stay
+    """Raise a failure inside as one line with a fix; refused options, and running out of memory, stay
     what they are."""
     try:
         yield

@@ -1,6 +1,6 @@
 """Checks after every pass that the recorded value of each node still follows from its inputs.
 
-Passes decide by what ``node.meta["val"]`` says of shapes, types and memory layouts. One that leaves a node with a value
+Passes decide by the shapes, types and memory layouts in ``node.meta["val"]``. One that leaves a node with a value
 that its operator would not give misleads all that come after it, up to a wrong result. Only nodes that a pass made or
 changed are evaluated, on fake tensors, and equal calls once: the layers of a model cost no more than one of them.
 """
@@ -115,7 +115,7 @@ class RecordedValues:
                 yield node, recorded, found
 
     def _follows(self, node: fx.Node) -> Any:
-        """The form of what ``node`` gives for the recorded values of its inputs."""
+        """The form of ``node``'s result for the recorded values of its inputs."""
         if node.target is operator.getitem:
             whole, index = self._value(node.args[0]), node.args[1]
             held = isinstance(whole, (list, tuple)) and -len(whole) <= index < len(whole)

@@ -106,7 +106,7 @@ class BoundStep:
         return results.loss, results.metrics | means(results.reported)
 
     def _after(self, read: Mapping[str, Sequence[torch.Tensor]]) -> Callable[[], None] | None:
-        """What runs the loss function's Python again with what it ``read`` of this call."""
+        """Reruns the loss function's Python with the values it ``read`` in this call."""
         replay, calls = self.traced.replay, self.traced.program.microbatches
         if replay is None:
             return None

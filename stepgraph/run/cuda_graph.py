@@ -134,7 +134,7 @@ class GraphRunner:
 
 
 def spanned(tensor: Tensor) -> Tensor:
-    """The memory from the first to the last element of ``tensor``, flat, with what lies between its elements."""
+    """The memory from the first to the last element of ``tensor``, flat, with gaps between its elements."""
     if not tensor.numel():
         return tensor.new_empty(0)
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -244,7 +244,7 @@ class _Piece:
 
 def join_collectives(results: Any, session: Session) -> None:
     """Wait, on the GPU, for collectives whose results a later piece would wait for: a graph may not end before what it
-    began, and nothing outside may wait for what is recorded. So for copies to the host and back. Does nothing for other
+    began, and nothing outside may wait for recorded work. So for copies to the host and back. Does nothing for other
     tensors."""
     offload.join(session)
     if torch.distributed.is_initialized():
@@ -255,7 +255,7 @@ def join_collectives(results: Any, session: Session) -> None:
 
 
 def first_of(error: BaseException) -> str:
-    """The message of what went wrong first: the end of a recording that failed fails too."""
+    """The message of the first error: ending a failed recording fails too."""
     while isinstance(error.__context__, RuntimeError):
         error = error.__context__
     return str(error).strip() or type(error).__name__

@@ -75,7 +75,7 @@ class Forms:
         captured = len(self._bound)
         if captured == _NAMED and (name := self._varying(batch, signature)) is not None:
             warn_caller(
-                f"{name} has another value in each of {captured + 1} forms of the step, and each form is captured: "
+                f"{name} differs in each of {captured + 1} variants of the step, and each variant is captured: "
                 "leave it out of the batch, or pass it as a tensor"
             )
         if captured in (FEW_CAPTURES, MAX_CAPTURES):
@@ -83,8 +83,8 @@ class Forms:
             if len(self.latest.traced.batch_reads):
                 dropping += "; each value of the batch that Python reads, such as a length, makes a form"
             warn_caller(
-                f"{captured} forms of the step are captured already{dropping}. Each costs a capture: pad batches to "
-                "few shapes, and let schedules change the learning rate alone: the other options of fused Adam, SGD "
+                f"{captured} variants of the step are captured already{dropping}. Each costs a capture: pad batches to "
+                "few shapes, and let schedules change only the learning rate: the other options of fused Adam, SGD "
                 "and Adafactor are constants."
             )
         if captured == MAX_CAPTURES:
@@ -106,6 +106,6 @@ class Forms:
         self._alike[signature].append(bound)
 
     def drop_exceeded(self, conditions: Iterable[str]) -> None:
-        """Drop the forms that were captured with what ``conditions``, which a step exceeded, have outgrown."""
+        """Drop the forms captured with limits that ``conditions``, which a step exceeded, have outgrown."""
         for bound in [bound for bound in self._bound if bound.traced.grow.keys() & set(conditions)]:
             self._drop(bound)

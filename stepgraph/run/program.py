@@ -1,4 +1,4 @@
-"""Runs a step program: the calls of its schedule, one after the other.
+"""Runs a step program: the calls of its schedule, one by one.
 
 Operators that are neither torch's nor ours: whether they give what their fake implementations, with which a step was
 traced, say. Graphs hold the shapes, dtypes and strides that these said, and compiled kernels read memory by them.
@@ -47,7 +47,7 @@ def foreign_operators(program: StepProgram) -> dict[torch._ops.OpOverload, fx.No
 
 
 class Checked(compat.TorchDispatchMode):
-    """Inside, what ``operators`` give is compared with what their fake implementations say of the same arguments."""
+    """Inside, results of ``operators`` are compared with their fake implementations' for the same arguments."""
 
     def __init__(self, operators: Mapping[torch._ops.OpOverload, fx.Node]):
         super().__init__()
@@ -119,7 +119,7 @@ class ProgramRunner:
         }
         boxes = {name: set(boxes_of(step.graph)) for name, step in program.graphs.items()}
         self.boxes = frozenset().union(*boxes.values())
-        #: Graphs that end when another stage's message is there.
+        #: Graphs that end when another stage's message has arrived.
         self.receiving = {name for name, call in program.calls().items() if call.kind.receives and boxes[name]}
         shares = program.graphs.get(Kind.SHARE_LOSS)
         #: Where the moments of a pipeline's calls are noted.
@@ -178,7 +178,7 @@ class ProgramRunner:
                     open_boxes(self.session, *box)
                 results = self._calls(leaves) if self.whole is None or self.on_node else self.whole(leaves)
                 self.now, self.unchecked = None, {}
-            except BaseException:  # what the step began would be taken for what the next one begins
+            except BaseException:  # its unfinished work would be mistaken for the next step's
                 self.session.forget(self.every_group)
                 self.values.clear()
                 raise

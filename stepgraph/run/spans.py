@@ -115,7 +115,7 @@ class Waits:
 
     @contextlib.contextmanager
     def on(self, receive: Call | None = None) -> Iterator[None]:
-        """What is inside waits, for what the call ``receive`` receives if that is given."""
+        """The code inside waits, for the message of the call ``receive`` if given."""
         self.receive = receive
         self.latest = receive or self.latest
         yield
@@ -132,7 +132,7 @@ class Spans:
         self._calls: list[tuple[Call, Any, Any]] = []
 
     def by(self, clock: Clock) -> "Spans":
-        """The same by what ``clock`` read."""
+        """The same from the readings of ``clock``."""
         found = copy.copy(self)
         found._clock = clock
         return found

@@ -31,7 +31,7 @@ def main(config: TrainConfig) -> int:
     if config.out is None:
         raise ValueError("compile needs a folder to save the step in: add --out FOLDER")
     if config.out.exists() and not config.out.is_dir():
-        raise ValueError(f"out={config.out} is a file: give a folder")
+        raise ValueError(f"out={config.out} is a file: use a folder")
     chat = is_chat(config)
     config = with_document_mask(config, chat)
     config.validate()
@@ -40,7 +40,7 @@ def main(config: TrainConfig) -> int:
     world = config.mesh_spec.size if config.mesh_spec else 1
     if world == 1:
         return _compile(0, config, chat)
-    # DTensor keeps what it knows of a mesh beyond the world's end: a process for each rank, one after the other.
+    # DTensor keeps what it knows of a mesh beyond the world's end: a process for each rank, one by one.
     for rank in range(world):
         parallel.in_own_process(_rank, (rank, config, chat), "spawn")
     return 0

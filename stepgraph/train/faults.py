@@ -46,7 +46,7 @@ class Finite:
         self.skipped, self.in_a_row = self.skipped + skips, self.in_a_row + skips
         if skips and self.in_a_row < self.config.max_skipped:
             return False
-        row = f" ({self.in_a_row} consecutive steps left out)" if skips else ""
+        row = f" ({self.in_a_row} consecutive steps skipped)" if skips else ""
         updated = step > max(1, self.in_a_row)
         self.require(f"the loss of step {step}{row}", loss, step, batch, updated=updated)
         self.require(f"the gradient norm of step {step}{row}", grad_norm, step, batch, updated=updated)
@@ -117,7 +117,7 @@ def memory_advice(failure: BaseException, config: TrainConfig, step: Callable[[]
     failed = peaks.get(config.memory, float("inf"))
     if failed < _LEAST_SHARE * total:
         return f"{asked}; the step needs little of that: end what else takes memory"
-    # A tenth is left for what the estimate does not cover: the CUDA context, workspaces, fragmentation.
+    # A tenth is left for memory outside the estimate: the CUDA context, workspaces, fragmentation.
     fits = next((name for name, size in peaks.items() if size < failed and size < 0.9 * total), None)
     if fits:
         return f"{asked}; try --memory {fits}"

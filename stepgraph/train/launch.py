@@ -115,7 +115,7 @@ def _first_failure(ranks: list[subprocess.Popen]) -> int | None:
 
 
 def _end(ranks: list[subprocess.Popen]) -> None:
-    """Terminate the process groups of the ranks that still run, and kill those that do not exit within 30 s."""
+    """Terminate the process groups of the ranks that still run, and kill the ones that do not exit within 30 s."""
     until = time.monotonic() + _GRACE_S
     for number in (signal.SIGTERM, signal.SIGKILL):
         for rank in ranks:

@@ -105,7 +105,7 @@ def room(config: TrainConfig, prompt: list[int]) -> int | float:
     """How many tokens the model takes after ``prompt``; ``ValueError`` for none."""
     longest = family_of(config.model).longest(config.model) or math.inf
     if len(prompt) >= longest:
-        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes {longest}: give a shorter one")
+        raise ValueError(f"the prompt has {len(prompt)} tokens, the model takes {longest}: use a shorter one")
     return longest - len(prompt)
 
 

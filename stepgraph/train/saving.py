@@ -167,17 +167,17 @@ def check_export(folder: Path, option: str = "export_hf", run: Path | None = Non
     an export of ``run`` that did not end, or could not be written."""
     try:
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{option}={folder} is a file: give a new folder")
+            raise ValueError(f"{option}={folder} is a file: use a new folder")
         claimed = run is not None and (folder / CLAIM).is_file() and (folder / CLAIM).read_text() == _claim(run)
         if folder.is_dir() and any(folder.iterdir()) and not claimed:
-            raise ValueError(f"{option}={folder} is not empty: give a new folder")
+            raise ValueError(f"{option}={folder} is not empty: use a new folder")
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     except OSError as error:
-        raise ValueError(f"{option}={folder} cannot be looked at: {error.strerror}; give another folder") from error
+        raise ValueError(f"{option}={folder} cannot be looked at: {error.strerror}; use another folder") from error
     if not there.is_dir():
-        raise ValueError(f"{option}={folder} lies in {there}, which is a file: give a new folder")
+        raise ValueError(f"{option}={folder} lies in {there}, which is a file: use a new folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{option}={folder} cannot be written, {there} is read-only: give another folder")
+        raise ValueError(f"{option}={folder} cannot be written, {there} is read-only: use another folder")
 
 
 def export(model: nn.Module, folder: Path, tokenizer: str, run: Path) -> None:

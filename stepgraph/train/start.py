@@ -86,7 +86,7 @@ def require_export(config: TrainConfig, run: Path) -> None:
 
 def _nothing_left(config: TrainConfig, step: int, exported: bool = False) -> ValueError:
     option = "--steps" if config.epochs is None else "--epochs"
-    done, more = f"{config.resume} has {step} of {config.steps} steps", f"give more with {option}"
+    done, more = f"{config.resume} has {step} of {config.steps} steps", f"use more with {option}"
     if exported:
         done, more = f"{done} and its export is in {config.export_hf}", f"{more} and a new --export-hf"
     return ValueError(f"nothing is left to do: {done}; {more}")
@@ -103,7 +103,7 @@ def open_fitting_data(config: TrainConfig) -> DataBundle:
     if given > size:
         fix = f"try --model.vocab-size {-(-given // 64) * 64}"
         if weights is not None or config.resume is not None:
-            fix = "give the one of these weights, or resize their embeddings first"
+            fix = "use the one of these weights, or resize their embeddings first"
         raise ValueError(f"the tokenizer has {given} tokens, the model {size}: {fix}")
     if weights is not None and config.tokenizer == "bytes" and size > 2 * given:
         own = f"theirs is given by --tokenizer {weights / 'tokenizer.json'}"
@@ -148,7 +148,7 @@ def with_steps_of_epochs(config: TrainConfig, loader: Loader) -> tuple[TrainConf
     if config.epochs is None:
         return config, ""
     if isinstance(loader, MixedLoader):
-        raise ValueError(f"epochs={config.epochs:g}, but each source of a mixture has epochs of its own: give --steps")
+        raise ValueError(f"epochs={config.epochs:g}, but each source of a mixture has epochs of its own: use --steps")
     rows, per_step = loader.rows_of_an_epoch(), config.tokens_per_step // config.seq_len
     steps = math.ceil(config.epochs * rows / per_step)
     shorter = config.warmup_steps >= steps and config.warmup_steps == _preset_of(config).warmup_steps

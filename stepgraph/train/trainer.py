@@ -471,7 +471,7 @@ class Run:
                 progress.note(again)
         if not self.finite.accepts(step, loss, grad_norm, launched.batch):
             with self.failures.noted():
-                progress.note(f"step {step} left out: its loss is {loss}, its gradient norm {grad_norm}")
+                progress.note(f"step {step} skipped: its loss is {loss}, its gradient norm {grad_norm}")
                 self.folder.log(step, skipped_steps=self.finite.skipped)
             return
         self.last_loss = loss
@@ -561,7 +561,7 @@ class Run:
         self.watch.at(f"the checkpoint of step {self.step}", limited=False)
         sound = not self.finite.in_a_row
         if not last and not sound:
-            return self.say(f"no checkpoint of step {self.step}: steps are left out, and its weights may be the cause")
+            return self.say(f"no checkpoint of step {self.step}: steps are skipped, and its weights may be the cause")
         with contextlib.nullcontext() if last else self.failures.noted():
             waited_s = self.saving.save(self.step, self.state, last=last, evict=sound)
         if self.saving.saved_step == self.step and not last:

@@ -37,7 +37,7 @@ _UNSET = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stride
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """A number that differs, but for one chance in 2^64 or so, where one bit of ``tensor`` does."""
+    """A number that differs, except for one chance in 2^64 or so, where one bit of ``tensor`` does."""
     total = 0
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.numel():
@@ -63,7 +63,7 @@ def has_values(target: Any) -> bool:
 
 
 class EagerResults(compat.TorchDispatchMode):
-    """While active, ``seen`` collects the fingerprints of what every operator gives, and of what it writes."""
+    """While active, ``seen`` collects the fingerprints of every operator's results and writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def where_they_differ(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Ten
     found, results = _attempt(case, traced, snapshot, [])
     if differ(eager, results):
         kinds = {one.kind for one in differences(eager, results)}
-        return f"they part in the capture itself, before any pass: {_first(found, seen, 'eager', kinds)}"
+        return f"they differ in the capture itself, before any pass: {_first(found, seen, 'eager', kinds)}"
     chain = resolve(case.spec.passes, case.spec.disable, Target.of(traced.step))
     skipped = _skipped(case.bound.traced.program)
     for k, p in enumerate(chain, 1):
@@ -127,7 +127,7 @@ def where_they_differ(case: Case, snapshot: Snapshot, eager: dict[Key, torch.Ten
         if differ(eager, results):
             kinds, seen = {one.kind for one in differences(eager, results)}, before | seen
             first = _first(found, seen, "the graph before it", kinds) if found else "it runs compiled, in no order"
-            return f"they part with the pass {p.name} ({p.tier}): {first}"
+            return f"they differ with the pass {p.name} ({p.tier}): {first}"
     return "captured again, the step equals eager: what Python read, such as a global, has changed since the capture"
 
 

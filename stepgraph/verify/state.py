@@ -174,9 +174,9 @@ class VerifyReport:
             found = [difference for difference in self.differences if difference.kind == kind]
             if found:
                 worst = max(found, key=lambda difference: difference.relative)
-                lines.append(f"  {kind}: {len(found)} of {self.compared[kind]} differ, most of all {worst}")
+                lines.append(f"  {kind}: {len(found)} of {self.compared[kind]} differ; the largest:  {worst}")
         if not self.repeats:
-            lines.append("  eager does not repeat itself here: see torch.use_deterministic_algorithms")
+            lines.append("  eager does not reproduce itself here: see torch.use_deterministic_algorithms")
         if self.parted:
             lines.append(f"  {self.parted}")
         return "\n".join(lines)
@@ -214,7 +214,7 @@ def _difference(key: Key, a: torch.Tensor, b: torch.Tensor) -> Difference:
     wide = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     distance = (a - b).abs()
-    same = (a == b) | (a.isnan() & b.isnan())  # infinities of one sign; zeros of two signs differ in bits alone
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities of one sign; zeros of two signs differ only in bits
     largest = float(distance.masked_fill(same, 0.0).nan_to_num(nan=float("inf"), posinf=float("inf")).max())
     magnitude = float(a.abs().nan_to_num(nan=0.0, posinf=0.0).max())
     relative = largest / magnitude if magnitude else (float("inf") if largest else 0.0)

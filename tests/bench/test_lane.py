@@ -53,7 +53,7 @@ def test_a_failure_is_the_rows_error(lane, do, error):
 
 def test_what_takes_too_long_is_ended(lane):
     lane.limit_s, process = 0.5, lane.process
-    assert lane.ask({"do": "sleep"}) == {} and lane.row.error == "not done after 0.5 s"
+    assert lane.ask({"do": "sleep"}) == {} and lane.row.error == "not finished after 0.5 s"
     assert process.returncode is not None  # it was to sleep for longer than a test may take
 
 
@@ -76,14 +76,14 @@ def test_who_fails_or_comes_too_late_does_not_end_the_run():
     rows = [row for some in measured(groups, {}, 2, 1, lambda lane: None) for row in some]
     assert [(row.model, row.step_ms, row.error) for row in rows] == [
         *(("bad", None, "broken"), ("good", 3.0, None)),
-        *(("late", None, "not begun: the time for all was over"), ("last", 3.0, None)),
+        *(("late", None, "not started: out of time"), ("last", 3.0, None)),
     ]
     assert rows[1].step_ms_all == [3.0, 3.0] and rows[1].peak_mem_gib == 4.0
 
 
 def test_an_answer_comes_by_the_end_of_all(lane):
     lane.until = time.monotonic()
-    assert lane.ask({"do": "sleep"}) == {} and lane.row.error.startswith("not done after ")
+    assert lane.ask({"do": "sleep"}) == {} and lane.row.error.startswith("not finished after ")
 
 
 def test_rotated():

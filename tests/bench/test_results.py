@@ -139,7 +139,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
 def test_another_file_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "record.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a record of stepgraph bench step, train, norm or model: give a file"):
+    with pytest.raises(ValueError, match="is not a record of stepgraph bench step, train, norm or model: use a file"):
         results.read(path)
 
 

@@ -199,7 +199,7 @@ class Layers(nn.Module):
 def test_a_re_entrant_call_of_what_writes_its_buffers_inside_another_is_refused():
     """Eager runs it three times."""
     model = Layers(lambda m, x: checkpoint(averages, m, x, use_reentrant=True), False)
-    with pytest.raises(CaptureError, match="give it use_reentrant=False"):
+    with pytest.raises(CaptureError, match="set use_reentrant=False"):
         stepgraph.capture(model, mse, pairs()[0], passes="exact")
 
 
@@ -207,7 +207,7 @@ def test_a_re_entrant_call_of_what_writes_its_buffers_inside_another_is_refused(
 @pytest.mark.parametrize("function", STATE)
 def test_state_that_the_function_writes(check_training, function, use_reentrant):
     if function is nests and use_reentrant:
-        with pytest.raises(CaptureError, match="give it use_reentrant=False"):
+        with pytest.raises(CaptureError, match="set use_reentrant=False"):
             stepgraph.capture(Layers(function, use_reentrant), mse, pairs()[0], passes="exact")
         return
     check_training(Layers(function, use_reentrant), mse, pairs(), adamw, max_grad_norm=0.5, passes="exact")

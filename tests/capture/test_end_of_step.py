@@ -82,7 +82,7 @@ def test_it_runs_once_a_step_behind_the_update(parts):
         same(model, twin)
         kept, now = step.metrics["0.mean"], model[0].mean.clone()
         step(x)
-        assert torch.equal(kept, now) and not torch.equal(kept, model[0].mean), "a metric is no view of the buffer"
+        assert torch.equal(kept, now) and not torch.equal(kept, model[0].mean), "a metric is not a view of the buffer"
         eager(twin, twins, toy_loss, list(x.chunk(parts)))
     model[0].rate = twin[0].rate = 0.25
     with pytest.warns(UserWarning, match=r"0\.rate changed from 0\.5 to 0\.25"):

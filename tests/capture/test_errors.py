@@ -251,9 +251,9 @@ def test_a_buffer_that_is_memory_of_the_batch(part):
 
     model, x = nn.Linear(4, 4), torch.randn(3, 4)
     model.register_buffer("before", torch.zeros(3, 4))
-    with pytest.raises(CaptureError, match=r"forward puts a tensor of the batch into before.*assign a clone"):
+    with pytest.raises(CaptureError, match=r"forward stores a tensor of the batch in before.*assign a clone"):
         stepgraph.capture(model, loss, x, passes="exact")
-    with pytest.warns(UserWarning, match="forward puts a tensor of the batch into before"):
+    with pytest.warns(UserWarning, match="forward stores a tensor of the batch in before"):
         stepgraph.capture(model, loss, x, passes=["fuse_norm"])
 
 
@@ -455,14 +455,14 @@ def test_unknown_passes():
     [
         ({"passes": 3}, "unknown passes 3; allowed: 'exact', 'default', StepOptions or a list"),
         ({"passes": None}, "unknown passes None; allowed: "),
-        ({"disable": 3}, "disable=3 is not allowed; give a tuple of words"),
-        ({"disable": (3,)}, "disable=(3,) is not allowed; give a tuple of words"),
+        ({"disable": 3}, "disable=3 is not allowed; use a tuple of words"),
+        ({"disable": (3,)}, "disable=(3,) is not allowed; use a tuple of words"),
         ({"passes": StepOptions(memory=None)}, "unknown memory policy 'None'; allowed: none, full"),
-        ({"passes": StepOptions(disable_pass=None)}, "disable_pass=None is not allowed; give a tuple of words"),
+        ({"passes": StepOptions(disable_pass=None)}, "disable_pass=None is not allowed; use a tuple of words"),
         ({"passes": StepOptions(cuda_graph="no")}, "unknown cuda_graph 'no': choose one of False, True"),
         ({"accumulate": True}, "accumulate=True is not allowed; it counts microbatches"),
         ({"saved": 3}, "saved=3 is not a folder"),
-        ({"dump": __file__}, "test_errors.py' is not a folder; give the path of one"),
+        ({"dump": __file__}, "test_errors.py' is not a folder; use the path of one"),
     ],
 )
 def test_an_option_of_another_type_is_refused_in_one_line(options, message):
@@ -554,7 +554,7 @@ class WrongGradient(torch.autograd.Function):
         (jagged, "one padded tensor with a mask"),
         (nested, "one padded tensor with a mask"),
         (nested_of_rows, "one padded tensor with a mask"),
-        (quantized, "what dequantize"),
+        (quantized, "use dequantize"),
         (sparse, "dense"),
         (compressed, "dense"),
         (curvature, r"jacrev\(jacrev"),

@@ -241,7 +241,7 @@ def of_too_many(x):
     ],
 )
 def test_other_values_are_not_known(look):
-    with pytest.raises(CaptureError, match=r"needs a tensor's value while the step is only shapes"):
+    with pytest.raises(CaptureError, match=r"needs a tensor's value while the step is traced without values"):
         stepgraph.capture(Looks(look), loss_fn, torch.randn(4, 6))
 
 

@@ -306,11 +306,11 @@ def test_an_eager_step_between_the_capture_and_its_first_call(make):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: [], "list of optimizers is empty; give None"),
-        (lambda m: [optim.SGD(m.parameters()), optim.Adagrad(m.parameters())], "is in SGD and in Adagrad; give it to"),
+        (lambda m: [], "list of optimizers is empty; pass None"),
+        (lambda m: [optim.SGD(m.parameters()), optim.Adagrad(m.parameters())], "is in SGD and in Adagrad; pass it to"),
         (
             lambda m: [optim.SGD(m.parameters()), optim.Adam(m.tall.parameters())],
-            "is in SGD and in Adam; give it to one",
+            "is in SGD and in Adam; pass it to one",
         ),
         (of(optim.SGD, differentiable=True), r"SGD\(differentiable=True\) keeps the history"),
         (of(optim.SGD, fused=True, momentum=0.9, dampening=0.1), "use fused=False"),

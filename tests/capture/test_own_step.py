@@ -375,8 +375,8 @@ class LoggingElsewhere(Written):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Asking, r"Asking.step \(.*test_own_step.py:\d+\) asks for the value of a tensor.*use torch.where"),
-        (AskingOrNot, r"AskingOrNot.step .* asks for the value of a tensor.*create it with capturable=True"),
+        (Asking, r"Asking.step \(.*test_own_step.py:\d+\) reads a tensor's value.*use torch.where"),
+        (AskingOrNot, r"AskingOrNot.step .* reads a tensor's value.*create it with capturable=True"),
         (Looping, r"Looping.step \(.*test_own_step.py:\d+\).*plain number"),
         (Assigning, r"Assigning.step assigns .data"),
         (Indexing, r"step \(.*test_own_step.py:\d+\) uses a count as a plain number, such as an index"),

@@ -63,5 +63,5 @@ def test_every_kind_of_model_that_a_family_reads_is_one_it_names():
 @pytest.mark.parametrize("content", [{"model_type": "vit"}, {}], ids=["another", "none"])
 def test_a_model_of_no_family_is_one_line(content, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"no causal language model of type (None|'vit'); give one"):
+    with pytest.raises(ValueError, match=r"no causal language model of type (None|'vit'); use one"):
         parse_train(["--init-from-hf", str(tmp_path)])

@@ -314,8 +314,8 @@ def test_a_checkpoint_of_another_model_is_refused(checkpoint, change, parts):
         ({"rope_parameters": ["default"]}, "config.json: the settings of its RoPE are ['default'], not a JSON object"),
         ({"head_dim": 32}, "head_dim=32 is not hidden_size / num_attention_heads = 16"),
         ({"hidden_size": 66}, "n_heads=4 does not divide dim=66"),
-        ({"hidden_size": "64"}, "config.json: dim='64' is not a whole number; give one above 0"),
-        ({"num_attention_heads": 4.0}, "config.json: n_heads=4.0 is not a whole number; give one above 0"),
+        ({"hidden_size": "64"}, "config.json: dim='64' is not a whole number; use one above 0"),
+        ({"num_attention_heads": 4.0}, "config.json: n_heads=4.0 is not a whole number; use one above 0"),
     ],
 )
 def test_a_config_that_is_not_llama3_is_refused(checkpoint, change, part):
@@ -327,12 +327,12 @@ def test_a_config_that_is_not_llama3_is_refused(checkpoint, change, part):
 
 def test_a_config_without_a_field_or_a_folder_without_config_is_refused(checkpoint, tmp_path):
     edit_json(checkpoint / "config.json", lambda raw: raw.pop("num_hidden_layers"))
-    with pytest.raises(ValueError, match=r"config\.json lacks 'num_hidden_layers'; give the config\.json of a Llama 3"):
+    with pytest.raises(ValueError, match=r"config\.json lacks 'num_hidden_layers'; use the config\.json of a Llama 3"):
         LLAMA3.hugging_face.read_config(checkpoint)
     (checkpoint / "config.json").unlink()
     refused(Llama3(SMALL), checkpoint, "config.json is missing")
     (checkpoint / "config.json").mkdir()
-    refused(Llama3(SMALL), checkpoint, "config.json is a folder: give a file")
+    refused(Llama3(SMALL), checkpoint, "config.json is a folder: use a file")
     refused(Llama3(SMALL), tmp_path / "nowhere", "config.json is missing")
 
 
@@ -345,7 +345,7 @@ def test_only_a_real_llama3_model_is_taken(checkpoint, tmp_path):
             act(meta, folder)
         with pytest.raises(
             ValueError,
-            match=r"takes a model of Llama 3, .*, transformers, got Golf; give one from stepgraph\.models",
+            match=r"takes a model of Llama 3, .*, transformers, got Golf; use one from stepgraph\.models",
         ):
             act(golf, folder)
     assert not (tmp_path / "out").exists()
@@ -357,13 +357,13 @@ def test_a_sharded_tensor_model_is_refused(tmp_path):
 
     model = Llama3(SMALL)
     model.norm.weight = Sharded(torch.ones(64))
-    with pytest.raises(ValueError, match=r"norm\.weight is a Sharded; give a model of plain, unsharded tensors"):
+    with pytest.raises(ValueError, match=r"norm\.weight is a Sharded; use a model of plain, unsharded tensors"):
         save_hf(model, tmp_path)
 
 
 def test_a_taken_folder_is_refused_and_untouched(checkpoint):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    with pytest.raises(ValueError, match=r"already holds a checkpoint \(config\.json\); give a new folder"):
+    with pytest.raises(ValueError, match=r"already holds a checkpoint \(config\.json\); use a new folder"):
         save_hf(Llama3(SMALL), checkpoint)
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 

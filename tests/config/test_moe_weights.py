@@ -99,7 +99,7 @@ def test_what_hugging_face_has_no_form_for_is_refused(kind, change, tmp_path):
         ("deepseek", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
         ("deepseek", {"rope_scaling": YARN | {"attention_factor": 1.2}}, r"YaRN with attention_factor=1\.2 is not"),
         ("deepseek", {"rope_scaling": YARN | {"mscale_all_dim": 0.7}}, "mscale=None and mscale_all_dim=0.7 .* neither"),
-        ("qwen", {"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": 1}}, "give a checkpoint with neither"),
+        ("qwen", {"rope_scaling": YARN | {"mscale": 1, "mscale_all_dim": 1}}, "use a checkpoint with neither"),
         ("qwen", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, Qwen3-MoE has 1"),
         ("qwen", {"num_experts_per_tok": 9}, "top_k=9 is above the 8 experts"),
     ],
@@ -123,5 +123,5 @@ def test_yarn_is_read_as_transformers_reads_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": YARN}))
     scaling = YarnScaling(4.0, original_max_seq_len=8, mscale=1.0, mscale_all_dim=0.0)
     assert config_from_hf(tmp_path) == replace(QWEN, rope_scaling=scaling)
-    with pytest.raises(ValueError, match=r"has no form for YarnScaling.*: give mscale=1 with mscale_all_dim=0$"):
+    with pytest.raises(ValueError, match=r"has no form for YarnScaling.*: use mscale=1 with mscale_all_dim=0$"):
         save_hf(our_model(replace(QWEN, rope_scaling=YarnScaling(4.0))), tmp_path / "out")

@@ -150,7 +150,7 @@ def _bf16_and_refusals(text):
     # An error on one rank is one on every rank, and nothing is written.
     model = parallel_model(mesh)
     before = [param.detach().to_local().clone() for param in model.parameters()]
-    with pytest.raises(ValueError, match=r"already holds a checkpoint \(config\.json\); give a new folder"):
+    with pytest.raises(ValueError, match=r"already holds a checkpoint \(config\.json\); use a new folder"):
         save_hf(model, folder / "bf16")
     missing = folder / ("bf16" if dist.get_rank() == 0 else "nowhere")
     with pytest.raises(ValueError, match=r"config\.json is missing"):

@@ -56,7 +56,7 @@ def test_parse(text, sizes, shown):
         ("hsdp=4x2,ep=8", "mesh hsdp=4x2,ep=8: ep=8 does not divide its 2 ranks of shards and tp; try ep=2"),
         (
             "fsdp=99999999999",
-            "mesh fsdp=99999999999 has 99,999,999,999 ranks, and 1,048,576 is the most: give a smaller one",
+            "mesh fsdp=99999999999 has 99,999,999,999 ranks, and 1,048,576 is the most: use a smaller one",
         ),
         ("ddp=2,fsdp=3", "mesh 'ddp=2,fsdp=3' has two data-parallel axes; shards with replicas are hsdp=2x3"),
     ],
@@ -141,7 +141,10 @@ def test_patterns_match_whole_paths():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers.*.mlp.gate": "columns"}, "names 'layers.*.mlp.gate', which no module is; remove it from the plan"),
+        (
+            {"layers.*.mlp.gate": "columns"},
+            "names 'layers.*.mlp.gate', which matches no module; remove it from the plan",
+        ),
         (
             {"head": None},
             f"has no style for head.weight; add one of {', '.join(STYLES)}",
@@ -159,7 +162,7 @@ def test_models_that_are_refused(world):
     with pytest.raises(ValueError, match=r"^tp=8 does not divide dimension 0 of embed.weight, 130; try tp=5$"):
         parallelize(Llama3(TINY), Mesh(MeshSpec.parse("tp=8"), "cpu"), TP_PLAN)
     mesh = Mesh(MeshSpec.parse("fsdp=4,tp=2"), "cpu")
-    with pytest.raises(ValueError, match=r"^mesh fsdp=4,tp=2 splits tensors and the model has no plan; give plan="):
+    with pytest.raises(ValueError, match=r"^mesh fsdp=4,tp=2 splits tensors and the model has no plan; use plan="):
         parallelize(Llama3(TINY), mesh)
     model = parallelize(Llama3(TINY), mesh, TP_PLAN)
     with pytest.raises(ValueError, match=r"^the model is parallel already; build a new one"):
@@ -216,7 +219,7 @@ def _meet_where_another_listens(_):
         held.listen()
         port = held.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        with pytest.raises(ValueError, match=f"^the ranks cannot meet at localhost:{port}: it is in use, give another"):
+        with pytest.raises(ValueError, match=f"^the ranks cannot meet at localhost:{port}: it is in use, use another"):
             parallel.started(MeshSpec.parse("fsdp=2"), "cpu").__enter__()
 
 

@@ -136,5 +136,5 @@ def test_nothing_moves_where_memory_would_grow(traced):
         assert order(step) == order(traced) and not report(step).changed
         assert "above the 0% that it may grow by: the order stays" in report(step).notes[-1]
     assert estimate_memory(step.graph).peak <= estimate_memory(traced.graph).peak
-    with pytest.raises(ValueError, match=r"^overlap_experts memory=-1 is negative; give 0 to allow no growth$"):
+    with pytest.raises(ValueError, match=r"^overlap_experts memory=-1 is negative; use 0 to allow no growth$"):
         get("overlap_experts", memory=-1)

@@ -198,7 +198,7 @@ def _load(folder, text):
             ["--mesh", "fsdp=4", "--nproc", "2"],
             "mesh fsdp=4 has 4 ranks and there are 2 processes: try the mesh fsdp=2",
         ),
-        (["--max-restarts", "1"], "max_restarts=1 restarts the ranks of --nproc: add --nproc, or give it to torchrun"),
+        (["--max-restarts", "1"], "max_restarts=1 restarts the ranks of --nproc: add --nproc, or pass it to torchrun"),
         (["--mesh", "fsd=4"], "unknown mesh axis 'fsd': did you mean 'fsdp'?"),
         (["--mesh", "fsdp=4,ep=2"], "mesh fsdp=4,ep=2 spreads experts and the model has none; drop ep=2"),
         (["--mesh", "tp=4"], "tp=4 does not divide n_heads=6; try tp=1"),

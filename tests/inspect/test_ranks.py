@@ -86,7 +86,7 @@ def test_the_ranks_of_a_mesh_have_one_graph(mesh, monkeypatch):
             "llama3-debug --mesh fsdp=2 --ranks --html x.html",
             "--ranks compares graphs and writes no page: leave --html out",
         ),
-        ("{tmp} --ranks", "{tmp} is not a run folder (it has no config.json): give the folder of a run"),
+        ("{tmp} --ranks", "{tmp} is not a run folder (it has no config.json): use the folder of a run"),
         ("{tmp} --ranks --batch-size 2", "--batch-size is about a preset, and {tmp} has run: leave it out"),
     ],
 )

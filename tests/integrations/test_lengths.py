@@ -165,7 +165,7 @@ def test_a_loss_of_preferences_keeps_its_mask():
     ("lengths", "batch", "message"),
     [
         ((4, 8), lambda: rows(9, 3), r"input_ids of length 9 is longer than the largest of lengths=\(4, 8\): add a"),
-        ((16,), lambda: without_mask(rows(9, 3)), "no attention_mask, so tokens would see the padding: give causal"),
+        ((16,), lambda: without_mask(rows(9, 3)), "no attention_mask, so tokens would see the padding: use causal"),
         ((16,), lambda: rows(9) | {"other": torch.ones(1, 9)}, r"fill=\{'other': 0\}, or that nothing does"),
         ((16,), lambda: {"input_ids": ids(1, 9), "attention_mask": ids(1, 9)}, "no labels, so the loss would count"),
         (
@@ -184,7 +184,7 @@ def test_what_is_refused(lengths, batch, message):
 
 @pytest.mark.parametrize("lengths", [(), (0, 4), (2.5,)])
 def test_lengths_that_cannot_be(lengths):
-    with pytest.raises(ValueError, match="give positive integers"):
+    with pytest.raises(ValueError, match="use positive integers"):
         PadToLengths(lengths)
 
 

@@ -46,7 +46,7 @@ def test_a_row_holds_whole_documents():
         starts = [i for i, p in enumerate(row["position_ids"].tolist()) if p == 0]
         for a, b in zip(starts, [*starts[1:], 16], strict=True):
             tokens = row["input_ids"][a:b].tolist()
-            assert row["labels"][a] == -100, "the first token of a document is no target"
+            assert row["labels"][a] == -100, "the first token of a document is not a target"
             if set(tokens) == {60}:
                 assert set(row["labels"][a:b].tolist()) == {-100}
             else:

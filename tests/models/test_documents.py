@@ -98,7 +98,7 @@ def test_the_mask_has_the_dtype_that_attention_computes_in():
 
 def test_what_positions_cannot_be_is_refused():
     llama, tokens = Llama3(LLAMA), torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"positions are \(1, 3\) and tokens \(1, 4\); give one for each token"):
+    with pytest.raises(ValueError, match=r"positions are \(1, 3\) and tokens \(1, 4\); use one for each token"):
         llama(tokens, positions=tokens[:, :3])
     with pytest.raises(ValueError, match="a cache holds one text"):
         llama(tokens, [LayerCache(8), LayerCache(8)], tokens)

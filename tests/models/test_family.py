@@ -111,6 +111,6 @@ def test_every_family_is_found_by_its_name_and_its_configuration():
         assert set(family.tp_sizes) <= {*family.config.__dataclass_fields__}
     assert family_of(GolfConfig()).name == "golf"
     with pytest.raises(
-        ValueError, match=r"dict is not the configuration of a model: give one of Llama3Config, GolfConfig"
+        ValueError, match=r"dict is not the configuration of a model: use one of Llama3Config, GolfConfig"
     ):
         family_of({})

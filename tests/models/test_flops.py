@@ -30,5 +30,5 @@ def test_formula_is_what_torch_counts(model_class, config):
 
 
 def test_a_sequence_of_no_length_is_refused():
-    with pytest.raises(ValueError, match=r"^seq_len=0 is not positive; give a value above 0$"):
+    with pytest.raises(ValueError, match=r"^seq_len=0 is not positive; use a value above 0$"):
         flops_per_token(LLAMA, 0)

@@ -102,7 +102,7 @@ def test_meta_init_gives_the_same_weights_as_direct_init():
     [
         ({"n_heads": 5}, "n_heads=5 does not divide dim=32; try n_heads=4 or n_heads=8"),
         ({"n_kv_heads": 8}, "n_kv_heads=8 does not divide n_heads=4; try n_kv_heads=4"),
-        ({"vocab_size": -1}, "vocab_size=-1 is not positive; give a value above 0"),
+        ({"vocab_size": -1}, "vocab_size=-1 is not positive; use a value above 0"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_refused(change, message):

@@ -221,9 +221,9 @@ def test_a_sequence_above_max_seq_len_is_refused():
         ({"n_heads": 65}, "n_heads=65 does not divide dim=64; try n_heads=64"),
         ({"n_kv_heads": 3}, "n_kv_heads=3 does not divide n_heads=4; try n_kv_heads=2 or n_kv_heads=4"),
         ({"dim": 60}, "head_dim=15 (dim=60 / n_heads=4) is odd, RoPE rotates pairs; try dim=64"),
-        ({"n_layers": 0}, "n_layers=0 is not positive; give a value above 0"),
-        ({"norm_eps": 0.0}, "norm_eps=0.0 is not positive; give a value above 0"),
-        ({"rope_theta": float("nan")}, "rope_theta=nan is not positive; give a value above 0"),
+        ({"n_layers": 0}, "n_layers=0 is not positive; use a value above 0"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 is not positive; use a value above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan is not positive; use a value above 0"),
     ],
 )
 def test_a_shape_that_cannot_be_built_is_refused(change, message):

@@ -51,10 +51,10 @@ def test_what_runs_is_said_again_and_again_and_the_logs_are_as_before():
 
 def test_what_stops_a_run_is_said_sooner_and_with_its_reason():
     said = []
-    with Waiting(said.append, why="a batch of another form: ", first_s=1.0) as waits:
+    with Waiting(said.append, why="a batch of a different form: ", first_s=1.0) as waits:
         waits.tick()
         waits.tick()
-    assert said == ["a batch of another form: tracing the step (0 s)"] * 2
+    assert said == ["a batch of a different form: tracing the step (0 s)"] * 2
     assert waits.asked == [1.0, waiting.EVERY_S, waiting.EVERY_S]
 
 

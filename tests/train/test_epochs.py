@@ -79,7 +79,7 @@ def test_a_run_of_epochs_and_its_continuation(trainer, text, tmp_path, capsys):
     assert trainer.resume(half, "--epochs", 2) == 0
     assert trainer.summary(half)["steps"] == math.ceil(2 * rows / 4)
     assert trainer.resume(half, "--epochs", 2) == 2
-    assert "give more with --epochs" in capsys.readouterr().err
+    assert "use more with --epochs" in capsys.readouterr().err
     longer = parse_train(["--resume", str(half), "--steps", "99"])
     assert (longer.steps, longer.epochs) == (99, None)
 
@@ -91,7 +91,7 @@ def test_a_run_of_epochs_and_its_continuation(trainer, text, tmp_path, capsys):
         ("--epochs 0", "epochs=0.0 must be above 0"),
         ("--epochs nan", "epochs=nan must be finite"),
         ("--epochs two", "'two' is not one of a number, None"),
-        ("--epochs 2 --data text.txt:0.5,stdlib:0.5", "each source of a mixture has epochs of its own: give --steps"),
+        ("--epochs 2 --data text.txt:0.5,stdlib:0.5", "each source of a mixture has epochs of its own: use --steps"),
         ("--epochs 2 --config both.toml", "steps and epochs are both given: drop one"),
     ],
 )

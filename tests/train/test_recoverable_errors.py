@@ -88,7 +88,7 @@ def test_data_that_breaks_in_the_middle_ends_the_run_after_a_save(trainer, expec
     def ready(self):
         calls.append(1)
         if len(calls) == 6:
-            raise ValueError("corpus.jsonl:7: not valid JSON: give a JSON object per line")
+            raise ValueError("corpus.jsonl:7: not valid JSON: use a JSON object per line")
         original(self)
 
     with monkeypatch.context() as patch:

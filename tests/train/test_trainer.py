@@ -327,5 +327,5 @@ def test_hugging_face_weights_out_and_in(finished, trainer, tmp_path, capsys):
     made = theirs.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)[0, 1:]
     assert capsys.readouterr().out.endswith(f"\n{tokenizer.decode(made, skip_special_tokens=True)}\n")
     assert trainer.main(["export", str(earlier), "--out", str(tmp_path / "hf4")]) == 2
-    assert capsys.readouterr().err == f"error: out={tmp_path / 'hf4'} is not empty: give a new folder\n"
+    assert capsys.readouterr().err == f"error: out={tmp_path / 'hf4'} is not empty: use a new folder\n"
     assert written["model.safetensors"] != (tmp_path / "hf4" / "model.safetensors").read_bytes()

@@ -78,7 +78,7 @@ def test_weights_that_are_there_have_the_rows_that_they_have():
     with pytest.raises(ValueError, match=r"the tokenizer has 257 tokens, the model 256: try --model\.vocab-size 320"):
         open_fitting_data(TrainConfig(model=small))
     for given in ({"init_from_hf": Path("base")}, {"resume": Path("run")}):
-        with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model 256: give the one of these weig"):
+        with pytest.raises(ValueError, match="the tokenizer has 257 tokens, the model 256: use the one of these weig"):
             open_fitting_data(TrainConfig(model=small, **given))
 
 

@@ -51,13 +51,13 @@ def write(path, content):
         (lambda tmp: ["--model.vocab-size", 256], "the tokenizer has 257 tokens, the model 256"),
         (lambda tmp: ["--model.vocab-size", 2_000_000_000], "the model does not fit: its parameters alone take 953."),
         (lambda tmp: ["--init-from-hf", tmp], "config.json"),
-        (lambda tmp: ["--export-hf", tmp], "is not empty: give a new folder"),
-        (lambda tmp: ["--export-hf", tmp / "file"], "is a file: give a new folder"),
+        (lambda tmp: ["--export-hf", tmp], "is not empty: use a new folder"),
+        (lambda tmp: ["--export-hf", tmp / "file"], "is a file: use a new folder"),
         (
             lambda tmp: ["--export-hf", tmp / ".." / "run"],
             "in/../run are one folder, and both have",
         ),
-        (lambda tmp: ["--export-hf", tmp / "file" / "out"], "in/file, which is a file: give a new folder"),
+        (lambda tmp: ["--export-hf", tmp / "file" / "out"], "in/file, which is a file: use a new folder"),
         (
             lambda tmp: ["--sample-every", 7],
             "sample_every=7 must be a multiple of val_every=5, as samples are written at",
@@ -70,7 +70,7 @@ def write(path, content):
         ),
         (lambda tmp: ["--memory", "ful"], "unknown memory policy 'ful'"),
         (lambda tmp: ["--passes", "exactly"], "--passes"),
-        (lambda tmp: ["--saved-steps", tmp / "file"], "in/file is a file: give a folder of saved steps"),
+        (lambda tmp: ["--saved-steps", tmp / "file"], "in/file is a file: use a folder of saved steps"),
         (lambda tmp: ["--lr", "nan"], "lr=nan must be finite, and above 0"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", value) if isinstance(value, str) else "",
@@ -109,7 +109,7 @@ def test_a_run_folder_that_cannot_be_had_is_refused_and_kept(trainer, tmp_path, 
 def test_an_export_that_could_not_be_written_is_refused_before_training(trainer, tmp_path, capsys):
     (tmp_path / "locked").mkdir(mode=0o500)
     assert trainer.here("--export-hf", tmp_path / "locked" / "a" / "b", "--out", tmp_path / "run") == 2
-    assert "locked is read-only: give another folder" in one_line(capsys)
+    assert "locked is read-only: use another folder" in one_line(capsys)
     assert not (tmp_path / "run").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_sample_is_one_line(words, says, trainer, tmp_path, capsys):
     [
         ([], "export takes a run folder first: write stepgraph export RUN --out FOLDER"),
         (["{tmp}"], "export needs a folder to write: add --out FOLDER"),
-        (["{tmp}", "--out", "{tmp}/new"], "is not a run folder (it has no config.json): give the folder of a run"),
+        (["{tmp}", "--out", "{tmp}/new"], "is not a run folder (it has no config.json): use the folder of a run"),
         (["{tmp}", "--to", "x"], "unknown option --to"),
     ],
     ids=lambda value: None if isinstance(value, list) else re.sub(r"\W+", "-", value),
@@ -249,11 +249,11 @@ def test_steps_that_are_not_finite_are_left_out_until_too_many_come_in_a_row(tra
     assert left_out and losses and sorted([*left_out, *(step for step, _ in losses)]) == list(range(1, 10))
     summary = trainer.summary(tmp_path / "run")
     assert summary["skipped_steps"] == len(left_out) and summary["steps"] == 9
-    assert f"step {left_out[0]} left out: its loss is inf" in capsys.readouterr().out
+    assert f"step {left_out[0]} skipped: its loss is inf" in capsys.readouterr().out
 
     modulus = 1
     assert trainer.here(*ONE_LAYER, *skip, "--steps", 9, "--out", tmp_path / "all") == 1
-    assert "the loss of step 5 (5 consecutive steps left out) is inf; its batch is kept" in one_line(capsys)
+    assert "the loss of step 5 (5 consecutive steps skipped) is inf; its batch is kept" in one_line(capsys)
 
 
 def test_a_batch_that_cannot_be_kept_does_not_hide_why_the_run_ends(tmp_path):

@@ -321,7 +321,7 @@ def test_an_export_that_fails_says_what_is_saved(trainer, whole, tmp_path, monke
     config = TrainConfig(export_hf=tmp_path / "theirs")
     config.export_hf.mkdir()
     (config.export_hf / "tokenizer.json").write_text("theirs")
-    with pytest.raises(OSError, match="theirs is not empty: give a new folder; step 24 is saved: stepgraph export "):
+    with pytest.raises(OSError, match="theirs is not empty: use a new folder; step 24 is saved: stepgraph export "):
         export_saved(None, config, folder, 24)  # another run was faster
     assert [file.read_text() for file in config.export_hf.iterdir()] == ["theirs"]
 

@@ -137,7 +137,7 @@ def test_a_model_that_mixes_documents_is_refused(folder, kind):
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
     model = CausalLM(CausalLMConfig(str(folder / kind)), weights=True)
     if kind == "lfm2":
-        with pytest.raises(ValueError, match=r"a document of a row sees the earlier ones.* give --document-mask off"):
+        with pytest.raises(ValueError, match=r"a document of a row sees the earlier ones.* use --document-mask off"):
             model.check_documents()
     else:
         model.check_documents()

@@ -186,7 +186,7 @@ def test_a_pass_that_changes_a_number_is_found(accumulate):
     assert ("loss", "loss") in found and ("metric", "grad_norm") in found
     assert ("optimizer", "2.weight.exp_avg") in found and ("parameter", "2.weight") in found
     assert ("batch", "batch.0") not in found and ("random state", "cpu") not in found
-    assert "they part with the pass scaled (numerics)" in report.parted
+    assert "they differ with the pass scaled (numerics)" in report.parted
     assert "aten.mul.Tensor, forward of 1" in report.parted and "(test_verify.py:" in report.parted
     assert report.parted in str(report) and len(str(report).splitlines()) < 12
     assert "LOSS OR METRICS BEYOND" in str(report)
@@ -245,7 +245,7 @@ class Odd(nn.Module):
 def test_a_capture_that_is_wrong_itself_is_found():
     model, batch = nn.Sequential(nn.Linear(6, 6), Odd()), pair()
     report = stepgraph.capture(model, mse, batch, passes="exact").verify(batch, locate=True)
-    assert "they part in the capture itself" in report.parted
+    assert "they differ in the capture itself" in report.parted
     assert "mul.Tensor, forward of 1 (test_verify.py:" in report.parted
 
 
@@ -280,7 +280,7 @@ def test_eager_that_does_not_repeat_itself_is_told(tmp_path):
 
     report = stepgraph.capture(build(), loss_fn, pair(), passes="exact").verify(pair(), locate=True)
     assert not report.repeats and report.parted is None
-    assert "eager does not repeat itself" in str(report)
+    assert "eager does not reproduce itself" in str(report)
 
 
 def test_a_step_that_writes_into_its_batch():

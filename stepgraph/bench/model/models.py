@@ -89,7 +89,7 @@ WHOLE = [name for name in MODELS if not name.endswith(TINY)]
 
 def model_names(words: Sequence[str]) -> list[str]:
     """``words``, each once, ``all`` for all of `WHOLE`. Raises ValueError, in one line with the models there are, for
-    one that is none of them and for no name at all."""
+    an unknown name and for none."""
     allowed = f"all, {', '.join(WHOLE)}, and each with {TINY} for its tiny form"
     if not words:
         raise ValueError(f"no model given: name one or more of {allowed}")

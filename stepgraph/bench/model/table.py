@@ -38,7 +38,7 @@ def model_section(model: str, env: dict[str, Any], settings: dict[str, Any], row
 
 def _notes(settings: dict[str, Any], chosen: dict[str, Any], rows: Sequence[Row]) -> list[str]:
     notes = [
-        f"step ms: median of {settings['rounds']} rounds, each the median of {settings['steps']} steps; a process each",
+        f"step ms: median of {settings['rounds']} medians of {settings['steps']} steps; one process per provider",
         "every provider: bf16 parameters, SDPA attention, no dropout, clipping, torch's fused AdamW",
     ]
     at_once = settings["together"] * settings.get("models_together", 1)  # older records lack the second

@@ -1,4 +1,4 @@
-"""Models that belong to no library, as people write them by hand: a GPT-2 with a fused projection, a diffusion
+"""Hand-written models that belong to no library: a GPT-2 with a fused projection, a diffusion
 transformer. As those of ``transformers``, ``model(**batch)`` gives an output with ``loss``, an fp32 scalar."""
 
 import math

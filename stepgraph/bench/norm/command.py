@@ -73,7 +73,7 @@ class NormOptions(NormBench):
         return provider_names(self.providers, PROVIDERS)
 
     def shape_list(self, device: torch.device) -> list[Shape]:
-        """(M, N) of each shape. Raises ValueError for what is no list of shapes."""
+        """(M, N) of each shape. Raises ValueError for anything but a list of shapes."""
         if self.shapes == "grid":
             return _grid(ITEM_BYTES[self.dtype], device)
         if self.shapes == "random":
@@ -121,7 +121,7 @@ def _random(item_bytes: int, device: torch.device) -> list[Shape]:
 
 
 def main(argv: list[str]) -> int:
-    """Measures and reports; 1 if a result of ours is wrong or missing. What is wrong with others is reported alone."""
+    """Measures and reports; 1 if one of our results is wrong or missing. What is wrong with others is only reported."""
     text = f"{NormOptions.__doc__} Providers: {', '.join(PROVIDERS)}."
     (options,) = parse(argv, "stepgraph bench norm", NormOptions(), description=text)
     device = pick_device(options.device)
@@ -251,7 +251,7 @@ class Run:
             write(self.options.json, self.env, self.settings, self.rows)
 
     def _say(self, text: str) -> None:
-        """Tells the user how far it is; on stderr, so that stdout holds the result alone."""
+        """Print the progress; on stderr, so that stdout holds only the result."""
         print(f"{self._seconds():7.1f} s | {text}", file=sys.stderr, flush=True)
 
 

@@ -75,7 +75,7 @@ class Eager(Provider):
 
 
 class Compiled(Eager):
-    """``torch.compile`` of eager, for this shape alone."""
+    """``torch.compile`` of eager, only for this shape."""
 
     how: dict[str, Any] = {}
 

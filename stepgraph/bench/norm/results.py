@@ -15,10 +15,10 @@ LARGE_BYTES = 128 * 2**20
 
 OURS = "ours"
 
-#: torch.compile under our rules: no peer, but something that wants to be as fast as hand-written kernels.
+#: torch.compile under our rules: not a peer, but it should be as fast as hand-written kernels.
 TUNED = "compile-tuned"
 
-#: What `TUNED` wants of the best kernel's speed, by direction.
+#: The share of the best kernel's speed that `TUNED` should reach, by direction.
 WANTED = {"fwd": 0.95, "bwd": 0.9}
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -162,7 +162,7 @@ def _largest_term(op: str, x: Tensor, g: Tensor) -> float:
 
 
 def _verdict(found: dict[str, tuple[float, float]], dtype: torch.dtype) -> str | None:
-    """``found``: result -> squared norms of its error and of what it should be."""
+    """``found``: result -> squared norms of its error and of the correct value."""
     tolerance = TOLERANCES[dtype]
     for name, (error, total) in found.items():
         if not error <= tolerance**2 * total:  # NaN is wrong too

@@ -125,7 +125,7 @@ class CompiledStep(EagerStep):
 
 
 class TorchaoStep(CompiledStep):
-    """`CompiledStep` of the model with torchao's float8 layers, by its ``recipe``; the output head stays as it is.
+    """`CompiledStep` of the model with torchao's float8 layers, by its ``recipe``; the output head is left unchanged.
 
     Raises ``ModuleNotFoundError`` where torchao is not installed.
     """

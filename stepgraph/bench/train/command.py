@@ -35,7 +35,7 @@ from stepgraph.options import MeshOptions, UpdateOptions, values
 #: What torchrun starts as each rank.
 RANK = ["-m", "stepgraph.bench.train.rank"]
 
-#: Lines of what a failed provider printed that are shown.
+#: How many lines of a failed provider's output are shown.
 LAST_LINES = 20
 
 
@@ -123,7 +123,7 @@ def measure(
         row.tokens_per_s_per_gpu = 1e3 * config.tokens_per_step / row.step_ms / ranks
         if peak_flops:
             row.mfu = row.tokens_per_s_per_gpu * flops_per_token(config.model, config.seq_len) / peak_flops
-        note(row, f"first step after {row.first_step_s:.1f} s, then {row.step_ms:.4g} ms a step")
+        note(row, f"first step after {row.first_step_s:.1f} s, then {row.step_ms:.4g} ms per step")
     return row
 
 
@@ -156,7 +156,7 @@ def run_ranks(
     if isinstance(found, dict):
         error, last = found["error"], found["trace"]
     else:
-        error = f"not done after {options.timeout:g} s" if found is None else f"its ranks ended with {found}"
+        error = f"not finished after {options.timeout:g} s" if found is None else f"its ranks ended with {found}"
         last = log.read_text(errors="replace")
     print("".join(f"    {line}\n" for line in last.splitlines()[-LAST_LINES:]), file=sys.stderr)
     return figures, error
@@ -169,7 +169,7 @@ def _wait(row: TrainRow, process: subprocess.Popen, timeout: float, folder: Path
     try:
         while (now := time.monotonic()) < began + timeout:
             if now > said + SPEAKS_EVERY_S:
-                note(row, f"waited for, {now - began:.0f} s")
+                note(row, f"waiting, {now - began:.0f} s")
                 said = now
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)

@@ -150,7 +150,7 @@ def host_times(training: Training) -> list[float]:
 
 
 def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]:
-    """``TRACED_STEPS`` under torch.profiler, which records the GPU alone: the host is slowed least. ``trace``: where
+    """``TRACED_STEPS`` under torch.profiler, which records only the GPU: the host is slowed least. ``trace``: where
     rank 0 keeps the Chrome trace, gzipped.
 
     A step before them is not recorded: ranks take different times to start, for which others would seem to communicate.
@@ -214,7 +214,7 @@ Span = tuple[float, float]  # start, end
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 #: What moves data between GPUs: NCCL's kernels, copies from GPU to GPU, symmetric memory's kernels and signals, and
-#: those of our exchange of experts' rows (`kernels.comm.expert_rows_triton`).
+#: those of our exchange of expert rows (`kernels.comm.expert_rows_triton`).
 _COMMUNICATION = re.compile(
     r"nccl|PtoP|multimem|(one|two)_shot_all_reduce|(barrier|(put|wait)_signal)_kernel|^_(send|share|tell|wait)_kernel$"
 )

@@ -27,7 +27,7 @@ class TrainRow(ProviderRow):
     peak_mem_gib: float | None = None
     """Peak after the first step, GiB, on the rank that takes most: allocated on a GPU, resident on a CPU."""
     peak_reserved_gib: float | None = None
-    """CUDA: the same of what torch's allocator held, CUDA graphs included."""
+    """CUDA: the same for memory reserved by torch's allocator, CUDA graphs included."""
     host_ms: float | None = None
     """CUDA: ms until the call of a step returns, from idle GPUs: median, of the slowest rank."""
     start_s: float | None = None

@@ -238,7 +238,7 @@ def unavailable(config: TrainConfig, device: torch.device) -> str | None:
             config.memory not in _ACTIVATIONS
         ),
         "it has no Muon: drop --optimizer muon": config.optimizer != "adamw",
-        "it reduces gradients in fp32 alone: add --reduce-dtype fp32": config.reduce_dtype != "fp32",
+        "it reduces gradients only in fp32: add --reduce-dtype fp32": config.reduce_dtype != "fp32",
         "its float8 needs torchao: pip install torchao": fp8 and importlib.util.find_spec("torchao") is None,
     }
     reasons |= peer.unfit(model)
@@ -255,7 +255,7 @@ def job_sections(config: TrainConfig, folder: str, balanced: bool = False) -> di
     """The fields of torchtitan's ``JobConfig`` that differ from its defaults, by section, dotted where it is nested.
 
     Mixed precision as `stepgraph train` has it under a mesh: fp32 at rest, gathered and computed in ``precision``,
-    gradients reduced in fp32; but for `rounded_weights`. ``folder``: for what it writes.
+    gradients reduced in fp32; except for `rounded_weights`. ``folder``: for its output.
     """
     mesh = config.mesh_spec
     # It cuts the batch of a rank into the microbatches of a pipeline, and else adds up batches of ranks.

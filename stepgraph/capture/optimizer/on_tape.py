@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
 
 
 def is_elementwise(func: Any) -> bool:
-    """Whether each element of what an operator gives follows from the same elements of its arguments."""
+    """Whether each element of an operator's result depends only on the same elements of its arguments."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
         return True
     name = func.overloadpacket.__name__
@@ -260,7 +260,7 @@ class OnTape(compat.TorchDispatchMode):
 
 
 class NotOfHost(Exception):
-    """A scalar tensor that was taken for one of the tape is written from what is not. ``tensor``: its stand-in."""
+    """A scalar tensor that seemed to be on the tape is written from a value that is not. ``tensor``: its stand-in."""
 
     def __init__(self, tensor: Tensor):
         super().__init__("a scalar tensor of the state is written from tensors of the step")

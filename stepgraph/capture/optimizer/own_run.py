@@ -110,7 +110,7 @@ class States(defaultdict):
         )
 
     def form(self) -> Callable[[], tuple]:
-        """What gives, before each call, the form of what was read: keys, in order, and values that a graph keeps."""
+        """A function that returns, before each call, the form of what was read: keys, in order, and constant values."""
         read, keys, is_whole = [member.live for member in self.read.values()], [], self.is_whole
         for key in self.asked:
             member = self._members.get(id(key))
@@ -314,7 +314,7 @@ class Run:
                 dict.__setitem__(self.state, member.tensor, State(content, partial(self.new_state, member)))
 
     def _moving(self, group: int | None, key: str, value: Any, holder: Callable[[], Any]) -> Any:
-        """An option as ``step`` has it."""
+        """An option as ``step`` sees it."""
         if not self.own.learned.is_moving(group, key, value):
             return value
         name = f"{'self' if group is None else f'group.{group}'}.{key}"
@@ -437,7 +437,7 @@ class Run:
                     if not isinstance(new, Tensor) or _form(new) != _form(old):
                         raise CaptureError(
                             f"{self.own.name}.step replaces state[{key!r}], {old.dtype} of shape {list(old.shape)}, "
-                            "by a value of another form, and a captured step keeps the form of its state"
+                            "by a value of a different form, and a captured step keeps the form of its state"
                         )
                     self._assigned += zip(parts_of(old), parts_of(new), strict=True)
             elif first is None:
@@ -531,7 +531,7 @@ class Run:
         if operator is not None:
             hosts = any(not group.get("capturable", True) for group in self.optimizer.param_groups)
             return (
-                f"{self.own.name}.step ({where}) asks for the value of a tensor ({operator}) to go by it in Python, "
+                f"{self.own.name}.step ({where}) reads a tensor's value in Python ({operator}), to branch on it, "
                 f"which a graph cannot: {'create it with capturable=True' if hosts else 'use torch.where'}, or capture "
                 "without an optimizer and step it yourself"
             )

@@ -88,7 +88,7 @@ class OwnStep:
             if isinstance(value, torch.optim.Optimizer):
                 raise ValueError(
                     f"{self.name}.{key} is another optimizer, {type(value).__qualname__}, whose step() a captured step "
-                    "would not follow; give that one, and do what is around it between steps"
+                    "would not follow; pass that one, and do what is around it between steps"
                 )
         for option, why in _REFUSED.items():
             if any(group.get(option) for group in optimizer.param_groups):
@@ -98,7 +98,7 @@ class OwnStep:
                 if type(value).__module__ == "numpy" and not isinstance(value, float):
                     raise ValueError(
                         f"{self.name} has {key}={value!r}, with which Python computes in NumPy's precision, and a "
-                        f"captured step in its own; give {key}=float(...)"
+                        f"captured step in its own; use {key}=float(...)"
                     )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         #: The shape of a parameter that is sharded; each rank then updates its part alone.
@@ -181,7 +181,7 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
 
 
 def as_held(live: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """``parts`` as ``step`` has them in place of ``live``: of a DTensor this rank's part, else wrapped as it is."""
+    """``parts`` as ``step`` sees them instead of ``live``: of a DTensor this rank's part, else wrapped."""
     return parts[0] if isinstance(live, DTensor) else wrap(parts, unwrap(live)[1])
 
 
@@ -229,7 +229,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def leaves_of(key: str, value: Any) -> list[tuple[str, Any]]:
-    """(name, leaf) of what is kept under ``key``, a container or not."""
+    """(name, leaf) of the value under ``key``, a container or not."""
     leaves = pytree.tree_leaves(value)
     if len(leaves) == 1 and leaves[0] is value:
         return [(key, value)]

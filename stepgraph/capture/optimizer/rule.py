@@ -131,7 +131,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fused_options(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers that torch's fused Adam kernels take, but for the learning rate."""
+    """The numbers that torch's fused Adam kernels take, except for the learning rate."""
     beta1, beta2 = group["betas"]
     return {
         "beta1": beta1,
@@ -211,12 +211,12 @@ class Rule(ABC):
     ) -> None:
         """Record the update of one group; each result is written into its input, unless ``skip`` leaves it out.
 
-        ``attribute`` is called with the module path of what is recorded next.
+        ``attribute`` is called with the module path of the operators recorded next.
         """
 
 
 def _check_shape(optimizer: torch.optim.Optimizer, param: Tensor, held: Tensor) -> None:
-    """Raise if the state of ``param`` is of another shape: eager's fused kernels then leave its memory."""
+    """Raise if the state of ``param`` has another shape: eager's fused kernels would access memory out of bounds."""
     if held.shape != param.shape:
         raise ValueError(
             f"a parameter has shape {list(param.shape)} and its state in {type(optimizer).__name__} "

@@ -2,8 +2,8 @@
 
 The update of ``torch.optim.Muon`` is elementwise except for the orthogonalization, which needs whole matrices. N ranks
 that hold the parts of N matrices of one form swap them, in bf16, in which torch orthogonalizes: each rank then has one
-matrix whole, works on it, and its parts travel back. Where a form has fewer matrices left, zeros take their places: all
-ranks run one graph. Several such rounds share an exchange, which travels while another's matrices are orthogonalized:
+matrix whole, works on it, and its parts are sent back. Where a form has fewer matrices left, zeros take their places:
+all ranks run one graph. Several such rounds share an exchange, sent while another's matrices are orthogonalized:
 
     swap k + 1 -> | orthogonalize k -> swap k back -> | update the parameters of k
 
@@ -171,7 +171,7 @@ def _chunks(parts: list[Tensor], n: int) -> list[list[Tensor]]:
 
 
 def _buckets(matrices: Sequence[Matrix]) -> list[list[list[Matrix]]]:
-    """Rounds of as many matrices of one form as ranks share it, in buckets that travel together."""
+    """Rounds of as many matrices of one form as ranks share it, in buckets that are sent together."""
     forms: dict[tuple, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         forms[matrix.cuts, matrix.param.shape, matrix.param.dtype].append(matrix)

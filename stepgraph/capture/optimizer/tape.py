@@ -72,7 +72,7 @@ class Tape:
         return self._places[name]
 
     def computed(self, function: Callable, args: tuple, value: Any) -> int:
-        """The place of what ``function`` makes of ``args``."""
+        """The tape position of ``function(*args)``."""
         key = f"{_name(function)}({','.join(map(self._key, args))})"
         key = key if len(key) < 200 else f"{_name(function)}#{hashlib.sha256(key.encode()).hexdigest()[:24]}"
         if key not in self._places:
@@ -321,7 +321,7 @@ def _on_tape(function: Callable) -> Callable:
 @contextlib.contextmanager
 def python_on_tape(modules: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the functions of ``math`` accept numbers of a tape, under ``math`` and where one of ``modules`` (name ->
-    module, those that define an optimizer) has imported them by name."""
+    module, the ones that define an optimizer) has imported them by name."""
     ours = {name: _on_tape(function) for name, function in _MATH.items()}
     by_id = {id(function): ours[name] for name, function in _MATH.items()}
     with contextlib.ExitStack() as stack:

@@ -284,7 +284,7 @@ class Update:
         self.room, self._has_room = room, room == math.inf
         self.optimizers = tuple(optimizers) if isinstance(optimizers, list | tuple) else (optimizers,)
         if not self.optimizers:
-            raise ValueError("the list of optimizers is empty; give None to step the model yourself")
+            raise ValueError("the list of optimizers is empty; pass None to step the model yourself")
         for optimizer in self.optimizers:
             if (rule := _rule_of(optimizer)) is not None:
                 rule.check(optimizer)
@@ -302,7 +302,7 @@ class Update:
                 if id(param) in owners:
                     raise ValueError(
                         f"a parameter of shape {list(param.shape)} is in {owners[id(param)]} and in "
-                        f"{type(optimizer).__name__}; give it to one of them"
+                        f"{type(optimizer).__name__}; pass it to one of them"
                     )
                 owners[id(param)] = type(optimizer).__name__
 
@@ -398,7 +398,7 @@ class Update:
             self._fresh[own.optimizer] = prepare(own, groups, mode)
 
     def code(self) -> dict[str, Any]:
-        """What runs in a step of optimizers that are traced by their own ``step``, by what to call it."""
+        """Objects that a traced optimizer's ``step`` runs, by name."""
         return {name: part for own in self.own.values() for name, part in own.code().items()}
 
     def without_state(self) -> list[torch.Tensor]:

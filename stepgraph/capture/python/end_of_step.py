@@ -1,7 +1,7 @@
 """What modules do to their buffers: tensors that forward assigns, which a captured step writes into the buffers; and a
 method ``end_of_step(self)``, which runs once per step, after the optimizer's update.
 
-That changes the module's buffers, in place or by assignment, from what forward and backward left in them, and returns
+It updates the module's buffers after forward and backward, in place or by assignment, and returns
 metrics by name, or None. A captured step with an optimizer has it in its graph: with accumulation once for all
 microbatches. A loop of one's own calls `end_of_step`.
 """

@@ -201,7 +201,7 @@ class Recording:
         return called
 
     def _making(self, name: str, make: Callable) -> Callable:
-        """``make``, a function of torch that makes a tensor of what it is given."""
+        """``make``, a torch function that makes a tensor of its argument."""
 
         @functools.wraps(make)
         def made(data: Any = None, *args: Any, **kwargs: Any) -> Any:

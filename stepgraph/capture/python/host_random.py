@@ -182,7 +182,7 @@ _STANDARD_LIBRARY = os.path.dirname(random.__file__) + os.sep
 
 
 def _is_library(file: str) -> bool:
-    """Whether the file is of Python itself or of NumPy, inside which a draw has no line of the user's."""
+    """Whether the file belongs to Python or NumPy, where a draw has no user line."""
     numpy = sys.modules.get("numpy")
     installed = f"{os.sep}site-packages{os.sep}" in file or f"{os.sep}dist-packages{os.sep}" in file
     return (file.startswith(_STANDARD_LIBRARY) and not installed) or (

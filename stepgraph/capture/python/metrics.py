@@ -15,7 +15,7 @@ from stepgraph.errors import CaptureError
 _OWN = ("loss", "grad_norm", "skipped", "repeated", "step", "step_ms", "tokens_per_s", "mfu", "mem_gib", "lr", "tokens")
 _OWN += ("each", "data_ms", "repeated_steps", "epoch", "learning_rate")
 
-#: The value of each microbatch, which is no mean.
+#: The value of each microbatch, which is not a mean.
 EACH = "each"
 
 _open: list[dict[str, torch.Tensor]] = []
@@ -27,13 +27,13 @@ def metric(name: str, value: torch.Tensor) -> None:
     Call it in the loss function or in a module's forward, with a plain tensor of any shape and a name for each call.
     ``step.metrics[name]`` of the captured step then has the value, detached; with ``accumulate=N`` the mean over the N
     microbatches, in fp32 if it is not floating-point. Outside a capture it does nothing. Raises
-    `stepgraph.CaptureError` for what is no plain tensor, and for a name that the step has already.
+    `stepgraph.CaptureError` for anything but a plain tensor, and for a name that the step has already.
     """
     if torch.compiler.is_dynamo_compiling():
         return
     if not isinstance(value, torch.Tensor) or compat.is_traceable_wrapper_subclass(value):
         raise CaptureError(
-            f"metric {name!r} was given a {type(value).__name__}; give it a plain tensor, such as loss.detach() or "
+            f"metric {name!r} was given a {type(value).__name__}; pass it a plain tensor, such as loss.detach() or "
             "value.full_tensor()"
         )
     if not _open:
@@ -45,7 +45,7 @@ def metric(name: str, value: torch.Tensor) -> None:
 
 
 def each(value: torch.Tensor) -> None:
-    """Report ``value`` of each microbatch, which ``step.metrics[EACH]`` has one after the other."""
+    """Report ``value`` of each microbatch, which ``step.metrics[EACH]`` has one by one."""
     if _open:
         _open[-1][EACH] = value.detach().clone()
 

@@ -208,7 +208,7 @@ def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterat
 
 
 def parts_of_container(value: Any) -> Iterator[Part]:
-    """Its elements; of a mapping the keys too that are no plain values."""
+    """Its elements; of a mapping the keys too that are not plain values."""
     yield from (Part(name, item) for name, item in values.labelled(value))
     yield from (Part(f"[key {i}]", key) for i, key in enumerate(values.keys_of(value)))
     if isinstance(value, collections.defaultdict):

@@ -6,7 +6,7 @@ container holds, and what the code of a function names is met in turn.
 
 What the trace changed there is set back at its end, and `Reads.changes` says what that was.
 
-What ``type(tensor)`` is in eager: the tensors of a trace are of a class of their own.
+What ``type(tensor)`` is in eager: the tensors of a trace have another class.
 
 The user's functions find ``type`` among Python's builtins. While they are traced, modules whose functions name it have
 a class of that name, which answers for a fake tensor as eager would and is Python's for all else.
@@ -38,7 +38,7 @@ from stepgraph.capture.python.watched import HOOKS, LOSS, Watched, _Walk
 
 
 def type_of(value: Any) -> type:
-    """``type(value)`` as eager has it, and `TYPE` for ``type``."""
+    """``type(value)`` as in eager, and `TYPE` for ``type``."""
     found = type(value)
     if found is compat.FakeTensor:
         return compat.class_in_eager(value)
@@ -72,7 +72,7 @@ TYPE.__module__ = "builtins"
 
 
 class TensorTypes:
-    """The modules of the functions that a trace meets, by what their code names."""
+    """The modules of the functions that a trace meets, by the names in their code."""
 
     def __init__(self) -> None:
         self.of_packages = False  # whether functions of packages get it too
@@ -167,7 +167,7 @@ class Reads:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Note what is read inside. What it changes of what was met, but for the model's own, is set back."""
+        """Record what is read inside. Changes to other objects than the model are undone."""
         self._is_noted = True
         self._variables = dict(os.environ)
         environment = type(os.environ)
@@ -234,11 +234,11 @@ class Reads:
         return None if outermost is None else (self._whole[id(vars(outermost))][0], outermost)
 
     def changes(self) -> list[Change]:
-        """What the trace has changed of what was met; only attributes that were read count."""
+        """What the trace has changed in objects that it met; only attributes that were read count."""
         return self._changes() if self._is_noted else self._found
 
     def watched(self, moving: Sequence[Change] = ()) -> Watched:
-        """What was read, to be compared from now on, but for what is ``moving``: the graph does not depend on it."""
+        """What was read, to be compared from now on, except for what is ``moving``: the graph does not depend on it."""
         by_path: dict[str, list[str]] = {}
         whole = {id(change.holder) for change in moving if change.key is None}
         keys = {(id(change.holder), change.key) for change in moving}
@@ -297,7 +297,7 @@ class Reads:
             self._classes[cls] = None
 
     def _note_module(self, module: ModuleType) -> None:
-        """Let a Python module of the user's note reads of what it holds."""
+        """Record reads of what a Python module of the user's holds."""
         if type(module) is ModuleType and of_program(module.__name__):
             module.__class__ = values.NotedModule
 

@@ -3,7 +3,7 @@
 A loss function such as a Trainer's ``compute_loss`` often reads numbers that it only stores or logs:
 ``self.seen.append(accuracy.item())``. A trace has no values, so what is read becomes an output of the graph, and after
 each step the function runs again as a *rehearsal*: modules are not called but give tensors of the shapes that they
-gave, operators give shapes alone, and a read gets the step's value. Python then branches, adds up and stores as in
+gave, operators give only shapes, and a read gets the step's value. Python then branches, adds up and stores as in
 eager. Operators whose shapes depend on values (``x[mask]``) run on the step's tensors, which become outputs.
 
 Modules without parameters, such as a loss that the function makes, are Python like the rest.
@@ -66,7 +66,7 @@ class _Parted(Exception):
 
 
 class _UnknownRead(_Parted):
-    """A read of what the trace did not see; its line."""
+    """A read of a value that the trace did not see; its line."""
 
 
 class _Form(NamedTuple):
@@ -105,7 +105,7 @@ class Replay:
         self._table: dict[Any, int] = {}
 
     def key(self, *of: Any) -> int:
-        """The key of what is made ``of`` these."""
+        """The key of a value made ``of`` these."""
         return self._table.setdefault(of, len(self._table))
 
     @contextlib.contextmanager
@@ -201,7 +201,7 @@ class _Run(compat.TorchDispatchMode):
             yield
 
     def of(self, tree: Any) -> int:
-        """The key of what is given to an operator or a module."""
+        """The key of an argument of an operator or a module."""
         leaves, spec = pytree.tree_flatten(tree)
         return self.replay.key(str(spec), tuple(map(self._leaf, leaves)))
 

@@ -41,7 +41,7 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
         if given is not None and not counts(frame.f_code.co_filename):
             return given(*args, **kwargs)
         raise CaptureError(
-            f"{recorder.where(frame)} {verb} of torch's random generator, which a captured step would not do again; "
+            f"{recorder.where(frame)} {verb} of torch's random generator, which a captured step would not repeat; "
             f"{_FIX}"
         )
 
@@ -73,7 +73,7 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
     if moved:
         raise CaptureError(
             "forward or the loss sets the state of torch.default_generator by a method of it, which a captured step "
-            f"would not do again; {_FIX}"
+            f"would not repeat; {_FIX}"
         )
 
 
@@ -99,7 +99,7 @@ class GeneratorCalls:
             if of_generator and called.__name__ in _METHODS and counts(frame.f_code.co_filename):
                 raise CaptureError(
                     f"{recorder.where(frame)} calls {called.__name__}() of a torch.Generator, which a captured step "
-                    f"would not do again; {_FIX}"
+                    f"would not repeat; {_FIX}"
                 )
 
         self._look = look

@@ -49,29 +49,29 @@ _UNDER_TORCH = tuple(map(_folder, UNDER_TORCH))
 
 @functools.lru_cache(maxsize=1 << 12)
 def counts(file: str) -> bool:
-    """Whether a file is of none of torch, what it is made with, NumPy, Python and stepgraph: their code stays."""
+    """Whether a file belongs to none of torch, its dependencies, NumPy, Python and stepgraph, whose code stays."""
     return not (is_under_torch(file) or is_pythons(file))
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def is_under_torch(file: str) -> bool:
-    """Whether a file is of torch, what it is made with, NumPy and stepgraph."""
+    """Whether a file belongs to torch, its dependencies, NumPy or stepgraph."""
     return file.startswith((_TORCH, *_UNDER_TORCH, _OWN, _NUMPY, "<frozen"))
 
 
 def is_pythons(file: str) -> bool:
-    """Whether a file is of Python's own library."""
+    """Whether a file belongs to Python's standard library."""
     return file.startswith(_PYTHON) and _PACKAGES.search(file) is None
 
 
 def is_of_program(file: str) -> bool:
-    """Whether a file is of the program itself, and of no package that is installed."""
+    """Whether a file belongs to the program itself, not to an installed package."""
     return counts(file) and not _PACKAGES.search(file)
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def of_program(module: str | type | None) -> bool:
-    """Whether a module, by its name or by a class of it, is of the program itself; one without a file is."""
+    """Whether a module, given its name or a class of it, belongs to the program itself; one without a file does."""
     if isinstance(module, type):  # a class that a call has made says that it is of Python's abc or types
         home, name = module.__module__, module.__name__
         module = None if home in ("abc", "types") and not hasattr(sys.modules[home], name) else home
@@ -81,7 +81,7 @@ def of_program(module: str | type | None) -> bool:
 
 
 def of_library(module: str | None) -> bool:
-    """Whether a module, by its name, is one whose code stays as it is."""
+    """Whether a module, by its name, is one whose code is left unchanged."""
     found = sys.modules.get(module or "")
     file = getattr(found, "__file__", None)
     return module in sys.builtin_module_names if not isinstance(file, str) else not counts(file)
@@ -134,7 +134,7 @@ _SILENT = ("logging", "_thread", "re", "typing", "contextvars", "warnings")
 #: Rooms of this package whose objects serve the step itself.
 _OURS = ("capture", "run", "passes", "graph", "step", "compat", "verify", "inductor", "lower", "parallel", "kernels")
 _HEAP = 1 << 9
-#: Kinds of values that are code, found in globals of packages by identity alone.
+#: Kinds of values that are code, found in globals of packages only by identity.
 CODE = ("function", "class", "namespace", "cached", "method", "opaque")
 
 
@@ -245,7 +245,7 @@ def elements(container: Any) -> list[Any]:
 
 
 def labelled(container: Any) -> Iterator[tuple[str, Any]]:
-    """The elements of a container, each with what a path names it by."""
+    """The elements of a container, each with its name in a path."""
     held = elements(container)
     if isinstance(container, (dict, types.MappingProxyType)):
         half = len(held) // 2
@@ -259,7 +259,7 @@ def labelled(container: Any) -> Iterator[tuple[str, Any]]:
 
 
 def keys_of(container: Any) -> Iterator[Any]:
-    """The keys of a mapping that are no plain values, such as functions."""
+    """The keys of a mapping that are not plain values, such as functions."""
     if isinstance(container, (dict, types.MappingProxyType)):
         return (key for key in elements(container)[: len(container)] if kind_of(type(key)) != "atom")
     return iter(())
@@ -293,7 +293,7 @@ def content(buffer: Any) -> tuple[Any, ...]:
 
 
 def holds_objects(buffer: Any) -> bool:
-    """Whether an array holds objects that are no plain values."""
+    """Whether an array holds objects that are not plain values."""
     objects = isinstance(buffer, np.ndarray) and buffer.dtype.hasobject
     return objects and any(kind_of(type(item)) != "atom" for item in buffer.flat)
 

@@ -2,7 +2,7 @@
 
 Every value is listed by its path from the model, the loss function or a global. Before each call the places are read
 again and compared by identity, in loops of the interpreter itself. Only where one differs are all paths walked again
-and values compared: equal values in other objects are no change.
+and values compared: equal values in other objects are not a change.
 """
 
 import os
@@ -28,7 +28,7 @@ _BY_AUTOGRAD = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 #: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-#: What transformers' ``save_pretrained`` writes into the configuration of what it saves: it describes the weights.
+#: What transformers' ``save_pretrained`` writes into the saved model's configuration: it describes the weights.
 _OF_CHECKPOINTS = frozenset(("architectures", "dtype", "torch_dtype", "transformers_version"))
 
 #: The path of the loss function; what it holds continues it.

@@ -27,7 +27,7 @@ def refuse_kept(changes: Sequence[Change]) -> None:
 
 
 def refuse_by_optimizer(changes: Sequence[Change]) -> None:
-    """Raise for what an optimizer's ``step`` changes in Python outside of its state."""
+    """Raise if an optimizer's ``step`` changes Python objects outside its state."""
     for change in changes:
         raise CaptureError(
             f"the optimizer's step sets {change.where} from {_short(change.old)} to {_short(change.new)} in Python, "
@@ -68,7 +68,7 @@ def _constants(step: StepGraph) -> list[torch.Tensor]:
 
 
 def check(first: Sequence[Change], second: Sequence[Change], same: bool) -> None:
-    """Raise if later steps differ from the first by what forward changed; warn of counters, as they may some day.
+    """Raise if later steps differ from the first because of a change in forward; warn about counters, which may.
 
     ``first``: the changes of a trace. ``second``: those of a trace that began with their values. ``same``: whether both
     gave the same graph. A length that is kept, for example, changes once, and nothing with it.

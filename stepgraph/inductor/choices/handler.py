@@ -54,7 +54,7 @@ def narrow(graph: fx.Graph) -> None:
         chain = [cast.args[0]]
         while chain[-1].target in _VIEWS and len(chain[-1].users) == 1:
             chain.append(chain[-1].args[0])
-        # Only returned: what is read here too, Inductor rounds as eager does where it is saved for backward.
+        # Only returned: a value that is also read here Inductor rounds as eager does when it is saved for backward.
         returned = all(user.op == "output" for user in cast.users)
         if returned and cast.args[1] in _NARROW and _sums_columns(chain[-1]):
             chain[-1].kwargs = {"dtype": cast.args[1]}

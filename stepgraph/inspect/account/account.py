@@ -46,7 +46,7 @@ def account_of(
 ) -> dict[str, Any]:
     """The account of ``program``, the step of ``config``, forecast for ``gpu``.
 
-    ``groups``: its process groups, see `links.groups`. ``device``: the device that runs it, None for a forecast alone.
+    ``groups``: its process groups, see `links.groups`. ``device``: the device that runs it, None for a forecast.
     ``stages``: with a pipeline, the costs of all stages where they are known.
 
     ``head``: the step's title, options and versions, ``forecast`` (times only for the ``device`` itself: a CPU's

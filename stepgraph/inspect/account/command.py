@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
     try:
         write_page(options.html, account)
     except OSError as error:
-        raise ValueError(f"html={options.html} cannot be written: {error.strerror}; give another file") from error
+        raise ValueError(f"html={options.html} cannot be written: {error.strerror}; use another file") from error
     print(f"page {options.html}, {options.html.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
 
@@ -107,10 +107,10 @@ def _account(what: str, config: TrainConfig, options: InspectOptions, words: lis
     if path.is_dir():
         path = path / PAGE
         if not path.is_file():
-            raise ValueError(f"{what} has no {PAGE}: give the folder of a run that has finished its first steps")
+            raise ValueError(f"{what} has no {PAGE}: use the folder of a run that has finished its first steps")
     if not path.is_file():
         if path.suffix == ".html":
-            raise ValueError(f"{what} is not there: give a page of stepgraph inspect, a run folder or a preset")
+            raise ValueError(f"{what} does not exist: use a page of stepgraph inspect, a run folder or a preset")
         raise unknown_name("preset or run", what, PRESETS)
     return read_page(path)
 

@@ -37,7 +37,7 @@ def read_page(path: Path) -> dict[str, Any]:
     """The account that the page ``path`` shows. Raises ``ValueError`` for any other file or version."""
     found = _BLOCK.search(path.read_text(encoding="utf-8", errors="replace"))
     if found is None:
-        raise ValueError(f"{path} is not a page of stepgraph inspect: give a run folder, a preset or such a page")
+        raise ValueError(f"{path} is not a page of stepgraph inspect: use a run folder, a preset or such a page")
     account = json.loads(found[1])
     if account.get("format") != FORMAT:
         raise ValueError(

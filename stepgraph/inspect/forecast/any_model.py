@@ -432,7 +432,7 @@ def _without_values(
     if any(map(compat.is_traceable_wrapper_subclass, live)):
         raise ValueError(
             "a forecast takes a model of plain tensors on one GPU, and this one's are sharded, quantized or wrapped; "
-            "give the plain model, or forecast ranks with stepgraph plan"
+            "use the plain model, or forecast ranks with stepgraph plan"
         )
     home = next((t.device for t in live if not t.is_meta), torch.device("cpu"))
     mode = next((t.fake_mode for t in live if compat.is_fake(t)), None) or fake_mode()

@@ -138,7 +138,7 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     """
     spec = config.mesh_spec
     if spec is None:
-        raise ValueError("a forecast needs a mesh: give one, as in --mesh fsdp=8")
+        raise ValueError("a forecast needs a mesh: add one, as in --mesh fsdp=8")
     check_imbalance(imbalance, spec)
     config = with_room(config, imbalance)
     start = time.perf_counter()
@@ -169,7 +169,7 @@ def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
         raise ValueError(f"imbalance={imbalance:g} needs experts spread over ranks: add ep=2 to the mesh {spec}")
     if not 1 <= imbalance <= spec.ep:
         raise ValueError(
-            f"imbalance={imbalance:g} is the most loaded rank's rows over the mean of all: give 1 to {spec.ep}, which "
+            f"imbalance={imbalance:g} is the most loaded rank's rows over the mean of all: use 1 to {spec.ep}, which "
             "is every row on one rank"
         )
 
@@ -217,7 +217,7 @@ def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | N
     if config.expert_exchange == "symmetric" and GPUS_PER_NODE % spec.ep:
         raise ValueError(
             f"expert_exchange=symmetric works within a machine, of {GPUS_PER_NODE} GPUs, and ep={spec.ep} needs "
-            f"several: give ep={GPUS_PER_NODE}, or take collectives"
+            f"several: use ep={GPUS_PER_NODE}, or use collectives"
         )
     if config.stage_sends == "symmetric" and spec.size > GPUS_PER_NODE:
         raise ValueError(

@@ -100,7 +100,7 @@ class PipelineForecast(ClusterForecast):
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain values; bytes and seconds. ``spans``: [rank, kind, stage, microbatch, start, end];
-        microbatch is None for what is done once for all."""
+        microbatch is None for work done once for all."""
         return super().to_json() | {
             "chosen": self.chosen,
             "best": self.best.name,
@@ -147,7 +147,7 @@ def simulated_stage(
     spec, schedule = config.mesh_spec, SCHEDULES[config.pipeline_schedule]
     if not 0 <= stage < spec.pp * schedule.chunks:
         raise ValueError(
-            f"stage={stage} of a pipeline of {spec.pp * schedule.chunks} stages: give 0 to "
+            f"stage={stage} of a pipeline of {spec.pp * schedule.chunks} stages: use 0 to "
             f"{spec.pp * schedule.chunks - 1}"
         )
     rank = rank_of(schedule, spec.pp, stage) * (spec.size // spec.pp)
@@ -250,7 +250,7 @@ def _sizes(node: fx.Node) -> tuple:
 
 
 def _kept(pieces: Mapping[Kind, StepGraph], stage: int) -> tuple[int, int]:
-    """(bytes that forward gives to the backward of its stage, bytes that its second half needs of what was before)."""
+    """(bytes that forward keeps for its stage's backward, bytes that backward's first half keeps for its second)."""
     late = {spec.what for spec in pieces[Kind.BACKWARD_WEIGHT].inputs}
     kept = between = 0
     for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT):

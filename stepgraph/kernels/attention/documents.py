@@ -62,7 +62,7 @@ def attend_documents(
         ValueError: other shapes or dtypes, or a window without ``causal``.
     """
     if window is not None and not causal:
-        raise ValueError(f"attend_documents got window={window} without causal: give causal=True, or drop the window")
+        raise ValueError(f"attend_documents got window={window} without causal: use causal=True, or drop the window")
     left = -1 if window is None else window - 1
     return document_attention(query, key, value, offsets, longest, causal, left, scale, key_offsets, key_longest)[0]
 

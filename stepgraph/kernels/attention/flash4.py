@@ -25,7 +25,7 @@ Tensor = torch.Tensor
 
 
 def installed() -> bool:
-    """Whether the package is there, as far as its folder says: nothing is imported."""
+    """Whether the package is installed, judged by its folder: nothing is imported."""
     spec = importlib.util.find_spec("flash_attn")  # FlashAttention 2 has the same folder, without cute
     return spec is not None and any(Path(place, "cute").is_dir() for place in spec.submodule_search_locations or ())
 

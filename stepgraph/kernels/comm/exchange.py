@@ -1,7 +1,7 @@
 """How the ranks of a group hand each other one tensor each while they compute.
 
     ranks = current().begin(group, like)
-    ranks.send(peer, part)      # as many elements as like, of its dtype, which stay as they are until the end
+    ranks.send(peer, part)      # as many elements as like, of its dtype, which are left unchanged until the end
     ...                         # compute
     theirs = ranks.take(peer)   # waits for it; to be read until the end
     ranks.finish()
@@ -64,7 +64,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def take(self, peer: int) -> Tensor:
-        """What ``peer`` sends, once it is there."""
+        """What ``peer`` sends, once it has arrived."""
 
     @abstractmethod
     def copy(self, to: Tensor, part: Tensor) -> None:
@@ -76,7 +76,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for what is still under way, and let go what was taken."""
+        """Wait for transfers in flight, and release their buffers."""
 
 
 class _PointToPoint(Ranks):
@@ -114,7 +114,7 @@ _kept: list[Any] = []
 class Workspace:
     """Memory on every rank with a place for the part of each other, and flags; all of it reachable by all.
 
-    With two ``turns`` it is there twice, for exchanges that follow each other: a rank whose part of one was taken from
+    With two ``turns`` there are two buffers, for consecutive exchanges: a rank whose part of one was taken from
     has finished the previous one, so its memory is free: double-buffered, no acknowledgement needed. With one turn the
     reader acknowledges.
     """

@@ -8,7 +8,7 @@
 
 Two sides have rows. A rank's *tokens* have n, sorted by expert: all that it sends. Its *experts* have room for so
 many, sorted by expert, of one expert in the order of ranks and then of tokens: what they compute with. ``there`` says
-for each row of the tokens where it stands among experts' rows, as ``rank * room + row``, and ``back`` for each row of
+for each row of the tokens where it stands among expert rows, as ``rank * room + row``, and ``back`` for each row of
 the experts where it stands among tokens' rows, as ``rank * n + row``; -1 is no row. Rows travel to experts with
 (to, came) = (there, back), and to tokens with (back, there): the one is the other's gradient.
 

@@ -4,7 +4,7 @@
     recv(like, size, stride, dtype, peer, group_name)    what that rank sends, received into the tensor that returns
 
 Memory travels as it lies: dense tensors, in the strides that both ends know. Messages from one rank to another in one
-group arrive in the order in which they are sent. ``wait_tensor`` waits for what is received; what is sent is kept until
+group arrive in the order in which they are sent. ``wait_tensor`` waits for a receive; a sent tensor is kept until
 it has left (see `sent`).
 """
 

@@ -12,7 +12,7 @@ the current one. The receiver's stream waits for that flag where the message is 
 place is free: no result lies in memory that a later message overwrites. After a step all flags are as before it, so a
 CUDA graph that recorded one may run again and again.
 
-No schedule can end in a deadlock. A receive waits for one send alone, as it does over NCCL. A send waits until a former
+No schedule can end in a deadlock. A receive waits for one send only, as over NCCL. A send waits until a former
 message has left its place, and a box has enough places (see `places_of` in `stepgraph.parallel.pipeline.messages`)
 that the sender knows this already by a message that it got since: the wait adds no new reason to wait within a step.
 For the first messages of a step it is for the receives of the step before, which wait for nothing of this one.
@@ -58,7 +58,7 @@ class Mail:
         if places > (most := (self.channels - STEP - 1) // 2):
             raise ValueError(
                 f"stage_sends=symmetric: the messages that a rank receives need {places} places and there are flags "
-                f"for {most}: give pp fewer ranks, or take point-to-point"
+                f"for {most}: use pp fewer ranks, or use point-to-point"
             )
 
     def _place(self, way: str, peer: int, box: Sequence[int]) -> int:
@@ -72,7 +72,7 @@ class Mail:
         return self.memory.get_buffer(holder, like.shape, like.dtype, place * nbytes // like.element_size())
 
     def put(self, flat: Tensor, peer: int, box: Sequence[int]) -> None:
-        """Send ``flat`` (n,) to ``peer``, concurrently with what the current stream does next."""
+        """Send ``flat`` (n,) to ``peer``, concurrently with later work of the current stream."""
         place, side = self._place("to", peer, box), self.workspace.stream
         self.join()  # the former message, sent a computation ago, has left by now: its memory is free
         self.memory.wait_signal(peer, self.channels - 1 - place)
@@ -83,7 +83,7 @@ class Mail:
         self.kept = flat
 
     def take(self, flat: Tensor, peer: int, box: Sequence[int]) -> None:
-        """Wait for what ``peer`` put into the box next, and copy it into ``flat`` (n,)."""
+        """Wait for the next message of ``peer`` in the box, and copy it into ``flat`` (n,)."""
         place = self._place("from", peer, box)
         self.memory.wait_signal(peer, STEP + 1 + place)
         flat.copy_(self._memory(self.rank, place, box[3], flat))

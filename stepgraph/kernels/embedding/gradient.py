@@ -24,7 +24,7 @@ def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, paddi
     lambda grad, indices, rows, _: grad.new_empty(rows, grad.shape[-1]), launch="embedding.gradient_triton:launch"
 )
 def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
-    """The gradient of a table of ``num_weights`` rows, from the gradient of what was looked up.
+    """The gradient of a table of ``num_weights`` rows, from the gradient of the looked-up rows.
 
     Args:
         grad: (..., D), fp32, bf16 or fp16, on a CPU fp64 too. Added up in fp32 (fp64), and rounded once.

@@ -56,7 +56,7 @@ def _sides(x: Tensor, rows: bool, columns: bool) -> tuple[tuple[Tensor, bool], .
 
 
 def _nothing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the place of what was not asked for."""
+    """For results that were not requested."""
     return x.new_empty(0, dtype=dtype)
 
 
@@ -90,7 +90,7 @@ def cast_scaled(
 
     Returns:
         ``scale``, an fp32 scalar; ``(R, C)`` and ``(C, R)``, the transposed copy, both contiguous in ``dtype``; of the
-        two, an empty tensor for what was not asked for.
+        two, an empty tensor for a result that was not requested.
     """
     return reference(x, amax, dtype, rows, columns)
 
@@ -106,6 +106,6 @@ def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -
 
     Returns:
         ``(R, C)`` in ``dtype`` and its scales, (R,) fp32; ``(C, R)`` in ``dtype``, the transposed copy of what columns
-        give, and its scales, (C,) fp32. All contiguous; empty tensors for what was not asked for.
+        give, and its scales, (C,) fp32. All contiguous; empty tensors for results that were not requested.
     """
     return rows_reference(x, dtype, rows, columns)

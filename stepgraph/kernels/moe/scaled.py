@@ -1,4 +1,4 @@
-"""Products of experts' rows in fp8, with a scale for each row of both sides.
+"""Products of expert rows in fp8, with a scale for each row of both sides.
 
     cast_packed_rows:          x (R, C) -> packed (R, C + TAIL): a row's values in fp8, then its scale
     grouped_scaled_mm:         y[r]  = s[r] t[e] * (rows[r] weight[e]^T)        rows r of expert e

@@ -77,7 +77,7 @@ def _groups_kernel(
 
 @triton.jit
 def _rows(x, row_scale, factor, row, end, column, C, row_stride, column_stride, scale_stride):
-    """Some columns of some rows in fp32, zeros from ``end`` on. ``row_scale``: None where values are no fp8.
+    """Some columns of some rows in fp32, zeros from ``end`` on. ``row_scale``: None where values are not fp8.
     ``factor``: of each column, which may be NaN."""
     at = row.to(tl.int64)[:, None] * row_stride + column[None, :] * column_stride
     value = tl.load(x + at, mask=(row < end)[:, None] & (column < C)[None, :], other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""SwiGLU of the experts' rows, and its backward, on the rows in use alone.
+"""SwiGLU of expert rows, and its backward, only on the rows in use.
 
     y            = silu(gate) * up, rounded to the inputs' dtype after each of the two, as separate operators do
     dgate | dup  = silu'(gate) * (dy * up) | dy * silu(gate), rounded in the same way; halves of one matrix
@@ -77,10 +77,10 @@ def swiglu_rows(gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Ten
     launch="moe.swiglu_triton:launch_backward", takes=_on_gpu,
 )  # fmt: skip
 def swiglu_rows_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    """The gradient of what `swiglu_rows` got; it has none itself.
+    """The gradient of the input of `swiglu_rows`; it has no gradient itself.
 
     Args:
-        dy: (R, F), the gradient of what it gave, in the dtype of ``gate_up``.
+        dy: (R, F), the gradient of its result, in the dtype of ``gate_up``.
         gate_up: (R, 2F), what it got.
         offsets: (E,) int32, the end of each expert's rows, of one expert or more.
         zero_rest: False leaves rows past ``offsets[-1]`` of the result as they are in memory.

@@ -30,7 +30,7 @@ torch.library.impl("stepgraph::column_sum", "CPU", lambda x, dtype: x.sum(0).to(
 
 @launching("column_sum")
 def add_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`column_sum` by our kernel; for launches of others too."""
+    """`column_sum` in our kernel; for launches of others too."""
     from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
     rows, columns = x.shape

@@ -73,7 +73,7 @@ def _check_dtype(name: str, dtype: torch.dtype, like: torch.Tensor) -> None:
     if dtype in DTYPES or (dtype == like.dtype == torch.float64 and like.device.type != "cuda"):
         return
     if name == "out_dtype":
-        raise ValueError(f"out_dtype is {dtype}; allowed are {_names(DTYPES)}: give one of them")
+        raise ValueError(f"out_dtype is {dtype}; allowed are {_names(DTYPES)}: use one of them")
     raise ValueError(f"{name} has dtype {dtype}; allowed are {_names(DTYPES)}: convert it with {name}.to(...)")
 
 

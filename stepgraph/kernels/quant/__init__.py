@@ -1,4 +1,4 @@
-"""Frozen weights in fewer bits: NF4 as bitsandbytes has it, fp8, and linear layers and experts that hold them."""
+"""Frozen weights in fewer bits: bitsandbytes' NF4, fp8, and linear layers and experts that use them."""
 
 from stepgraph.kernels.quant.experts import quantize_experts
 from stepgraph.kernels.quant.linear import KINDS, Fp8Linear, Nf4Linear, QuantizedLinear, quantize_linear

@@ -37,7 +37,7 @@ def quantize_experts(
 
     Weights are floating parameters of three dimensions, one an expert, in or below a module named ``experts``; the
     other arguments are those of `quantize_linear`. Call it after `peft` has added its adapters. Returns
-    the new weights by the paths of the old, and a line about weights that stay as they are, empty without any.
+    the new weights by the paths of the old, and a line about weights that are left unchanged, empty without any.
     """
     if kind not in _KINDS:
         raise unknown_name("quantize", kind, _KINDS)

@@ -73,7 +73,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
-        """``linear``, whose weight stays as it is, on ``device``; its bias is taken over."""
+        """``linear``, whose weight is left unchanged, on ``device``; its bias is taken over."""
         new, bias = cls.of_weight(linear.weight.data.to(device)), linear.bias
         new.out_features, new.in_features = new.shape
         held = None if bias is None else nn.Parameter(bias.data.to(device), bias.requires_grad)

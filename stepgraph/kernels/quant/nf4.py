@@ -153,7 +153,7 @@ def dequantize_4bit(
     return reference(codes, absmax, quant_map, nested, block, shape, dtype)
 
 
-#: In names of the state dict, what marks the values that are no tensors.
+#: In names of the state dict, what marks the values that are not tensors.
 STATE = "quant_state.bitsandbytes__"
 
 
@@ -171,7 +171,7 @@ def to_state(quantized: Quantized, kind: str, block: int, shape: Sequence[int], 
 
 
 def from_state(codes: Tensor, state: dict[str, Tensor]) -> tuple[Quantized, dict[str, Any]]:
-    """The inverse of `to_state`, and the values that are no tensors. ``ValueError`` for another format."""
+    """The inverse of `to_state`, and the values that are not tensors. ``ValueError`` for another format."""
     packed = [name for name in state if name.startswith(STATE)]
     if len(packed) != 1 or not {"absmax", "quant_map"} <= state.keys():
         raise ValueError(f"a 4-bit weight with {', '.join(sorted(state))}; needed are absmax, quant_map and {STATE}nf4")

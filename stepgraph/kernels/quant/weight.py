@@ -1,4 +1,4 @@
-"""Frozen weights stored in fewer bits, with what makes them whole where they are read."""
+"""Frozen weights stored in fewer bits, dequantized where they are read."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def of_weight(cls, weight: Tensor) -> Self:
-        """``weight``, which stays as it is, on its device."""
+        """``weight``, which is left unchanged, on its device."""
         raise NotImplementedError
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The weight in its shape, in ``dtype``, by default that which it had."""
+        """The weight in its shape, in ``dtype``, by default its original dtype."""
         weight, bits = self._weight(dtype or self.dtype)
         return weight(*bits)
 
@@ -104,7 +104,7 @@ class Nf4Weight(QuantizedWeight):
         if codes is not None:
             q, plain = nf4.from_state(codes, state)
             if (given := tuple(plain["shape"])) != self.shape:
-                raise ValueError(f"{prefix}weight is {given}, the layer {self.shape}: give a checkpoint of this model")
+                raise ValueError(f"{prefix}weight is {given}, the layer {self.shape}: use a checkpoint of this model")
             if type(self._parameters["weight"].data) is not Tensor:
                 raise ValueError(f"{prefix}weight is sharded: load the layer's 4-bit state before parallelize")
             device = self.weight.device
@@ -139,7 +139,7 @@ class Fp8Weight(QuantizedWeight):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         given = state_dict.get(f"{prefix}weight")
         if given is not None and given.dtype != FP8:
-            raise ValueError(f"{prefix}weight is {given.dtype} and the layer holds {FP8}: give a checkpoint in fp8")
+            raise ValueError(f"{prefix}weight is {given.dtype} and the layer holds {FP8}: use a checkpoint in fp8")
         if given is not None:
             state_dict[f"{prefix}weight"] = given.view(torch.uint8)
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -22,7 +22,7 @@ from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
 from stepgraph.parallel.ranks import Ranks
 
-#: How messages travel between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
+#: How messages are sent between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
 #: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.symmetric_sends`).
 SENDS = ("point-to-point", "symmetric")
 
@@ -66,7 +66,7 @@ class Pipeline:
         if not self.symmetric and (device := dist.group.WORLD.bound_device_id) is not None:
             raise ValueError(
                 f"the process groups were opened with device_id={device}, and each would send the messages of all "
-                "stages one by one: leave device_id out of init_process_group, or take stage_sends=symmetric"
+                "stages one by one: leave device_id out of init_process_group, or use stage_sends=symmetric"
             )
         with compat.single_gloo_thread():
             ways = () if self.symmetric else (True, False)
@@ -142,12 +142,12 @@ def plan_pipeline(
     rank calls this and gets the same plan.
 
     Args:
-        model: not parallel yet; it may be on the meta device.
+        model: before `parallelize`; it may be on the meta device.
         loss_fn, batch: as on one rank that holds the whole model: ``loss_fn(model, batch)`` for a microbatch.
-        split: the first block of each stage, from 0 on, such as ``(0, 9, 17, 25)``; None: the most even cut by the cost
-            model, with embedding, head and loss counted.
-        stage_sends: how messages travel between stages: ``point-to-point`` through torch's process groups, or within a
-            machine over ``symmetric`` memory (see `stepgraph.kernels.comm.symmetric_sends`).
+        split: the first block of each stage, from 0 upwards, such as ``(0, 9, 17, 25)``; None: the most even cut by
+            cost, with embedding, head and loss counted.
+        stage_sends: how stages send messages: ``point-to-point`` through torch's process groups, or within a machine
+            over ``symmetric`` memory (see `stepgraph.kernels.comm.symmetric_sends`).
 
     Raises ``ValueError`` where the model has fewer blocks than stages, the split does not fit, or symmetric sends would
     go to another machine.
@@ -190,7 +190,7 @@ def check_split(starts: Sequence[int], blocks: int, stages: int, schedule: str, 
         count = f"{len(starts)} stage{'s' * (len(starts) > 1)}"
         raise ValueError(
             f"split={given} has {count} and the schedule {schedule} on pp={ranks} has {stages}: "
-            f"give the first block of each of the {stages} stages, or leave split out"
+            f"list the first block of each of the {stages} stages, or leave split out"
         )
     if starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)) or starts[-1] >= blocks:
         raise ValueError(
@@ -222,7 +222,7 @@ def even_starts(step: StepGraph, ranks: int, schedule: str) -> tuple[int, ...]:
 
 
 def _block_seconds(step: StepGraph) -> tuple[list[float], float, float]:
-    """(seconds of each block's forward, of what comes before the first one, of what comes after)."""
+    """(seconds of each block's forward, of the part before the first block, of the part after the last)."""
     number = {block: i for i, block in enumerate(step.blocks)}
     costs, outside, seen = [0.0] * len(number), [0.0, 0.0], False
     for node in step.nodes():

@@ -6,7 +6,7 @@ would. `on_paper` finds that moment from the schedule.
 
 An order of messages is right only if it ends under these rules, NCCL's without buffers:
 
-- A send ends no sooner than its receive is posted, and a receive no sooner than its send.
+- A send ends only after its receive is posted, and a receive only after its send.
 - The messages that one rank sends to another have a communicator of their own, which runs them in order.
 - A rank posts messages and does not wait, except for the first one on a communicator, which is made then by both ranks.
 - A computation waits until all messages that its rank posted before have ended. It may read one of them, and any
@@ -170,7 +170,7 @@ def _cycle(ranks: list[_Rank]) -> str:
     lines: dict[int, str] = {}
     while number not in lines and ranks[number].pending:
         posted = ranks[number].posted
-        if not posted[on]:  # it has not reached the message: it waits for what it posted before
+        if not posted[on]:  # it has not reached the message: it waits for an earlier one
             on = next(on for on, queue in posted.items() if queue)
         call, message = posted[on][0]
         lines[number] = f"rank {number} waits in {ranks[number].now} until rank {message.peer} meets its {call}"
@@ -183,10 +183,11 @@ def places_of(calls: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> dict[
     """The places that each channel needs where stages write into each other's memory: see `symmetric_sends`. ``calls``:
     of each rank of the pipeline, see `calls_of`, where a receive ends when it is called.
 
-    A receiver has a box for each kind of message from each other rank, and its places are taken in turn. A box has the
-    fewest places with which no send ever waits within a step: when a message is sent, the sender has already received
-    something that was sent after the receiver had read what lay in that place. Those are as many as there are ranks
-    where each has one stage, and fewer than twice as many where each has two, however many microbatches there are.
+    A receiver has a box for each kind of message from each other rank, and its places are used in rotation. A box has
+    the fewest places with which no send ever waits within a step: when a message is sent, the sender has already
+    received something that was sent after the receiver had read what lay in that place. Those are as many as there are
+    ranks where each has one stage, and fewer than twice as many where each has two, however many microbatches there
+    are.
 
     Ranks run on paper. Each knows how many messages of every channel were received for certain: its own, and what the
     sender of a message knew when it sent it.

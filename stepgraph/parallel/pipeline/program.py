@@ -43,7 +43,7 @@ class StageGraphs:
             for _, what in step.bound():
                 if isinstance(what, Parameter) and not pipeline.holds(what.path):
                     raise CaptureError(
-                        f"stage {stage} reads {what.path}, which its rank does not hold: give plan_pipeline the "
+                        f"stage {stage} reads {what.path}, which its rank does not hold: pass plan_pipeline the "
                         "loss_fn and a batch of the form that the step is captured with"
                     )
 
@@ -97,7 +97,7 @@ class StageGraphs:
         return every[pipeline.rank], self._boxes(every) if pipeline.symmetric else None
 
     def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
-        """The box of each channel's messages, as `symmetric_sends` has it. ``calls``: those of every rank."""
+        """The box of each channel's messages, for `symmetric_sends`. ``calls``: those of every rank."""
         stages = range(len(self.pipeline.ranks_of))
         messages = [self.cut.message(stage, forward) for stage in stages for forward in (True, False)]
         most = max(map(len, messages))
@@ -139,7 +139,7 @@ class StageGraphs:
     def _route(
         self, forward: bool, sends: bool, peer: int, boxes: dict[Channel, list[int]] | None
     ) -> tuple[tuple[Any, ...], str]:
-        """(the last arguments of what sends to ``peer`` or receives from it, the name of its process group)."""
+        """(the last arguments of the operator that sends to ``peer`` or receives from it, its process group's name)."""
         pipeline = self.pipeline
         if boxes is not None:
             name = compat.name_group(pipeline.group, "pp")

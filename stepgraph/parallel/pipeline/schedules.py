@@ -108,7 +108,7 @@ def source_of(work: Call, stages: int) -> int | None:
 
 
 def target_of(work: Call, stages: int) -> int | None:
-    """The stage that waits for what ``work`` makes, if there is one."""
+    """The stage that waits for the result of ``work``, if there is one."""
     kind, stage, _ = work
     target = {Kind.FORWARD: stage + 1, Kind.BACKWARD: stage - 1, Kind.BACKWARD_INPUT: stage - 1}.get(kind, -1)
     return target if 0 <= target < stages else None

@@ -102,7 +102,7 @@ def simulate_schedule(
 def _ready(
     work: Call, ended: Mapping[Call, float], ranks_of: Sequence[int], send_seconds: Mapping[tuple[bool, int], float]
 ) -> float | None:
-    """When what ``work`` reads of another stage is there; None where it is not known yet."""
+    """When ``work``'s input from another stage has arrived; None if not known yet."""
     source = source_of(work, len(ranks_of))
     if source is None:
         return 0.0
@@ -122,7 +122,7 @@ def _makers(work: Call, source: int) -> list[Call]:
 
 def aligned(measured: PipelineTime, ranks_of: Sequence[int]) -> PipelineTime:
     """``measured``, whose spans are in seconds since each rank's own begin of the step, on one clock: ranks begin
-    together, except the ones that would then read what is not made yet. ``ranks_of``: of each stage."""
+    together, except the ones that would then read a missing result. ``ranks_of``: of each stage."""
     spans = {span.work: span for span in measured.spans}
     gaps: dict[tuple[int, int], float] = {}
     for work, span in spans.items():

@@ -1,7 +1,7 @@
 """The backends of attention: what each takes, whether its backward repeats itself, and its nodes in the graph.
 
-    cudnn    cuDNN's fused attention, as torch has it
-    flash2   FlashAttention 2, as torch has it
+    cudnn    torch's cuDNN attention
+    flash2   torch's FlashAttention 2
     fa4      FlashAttention 4, the optional package ``flash-attn-4``
     flex     FlexAttention's kernels, which Inductor makes: causal, or a window; see `flex`
 
@@ -26,11 +26,11 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 #: Whether backward gives the same bits in every run.
 REPEATS = {
-    "cudnn": "cudnn: torch does not promise that backward repeats itself bit for bit",
-    "flash2": "flash2: backward repeats itself bit for bit only under torch.use_deterministic_algorithms",
-    "fa4": "fa4: backward repeats itself bit for bit only if torch.use_deterministic_algorithms is on at the capture",
-    "flex": "flex: backward repeats itself bit for bit: its kernels add in a fixed order, without atomics",
-    "efficient": "efficient: backward repeats itself bit for bit only under torch.use_deterministic_algorithms",
+    "cudnn": "cudnn: torch does not promise a deterministic backward",
+    "flash2": "flash2: backward is deterministic only under torch.use_deterministic_algorithms",
+    "fa4": "fa4: backward is deterministic only if torch.use_deterministic_algorithms is on at the capture",
+    "flex": "flex: backward is deterministic: its kernels add in a fixed order, without atomics",
+    "efficient": "efficient: backward is deterministic only under torch.use_deterministic_algorithms",
 }
 
 #: Widths of heads (of queries and keys, of values) beyond 128 that cuDNN and, on Blackwell, FlashAttention 4 take.

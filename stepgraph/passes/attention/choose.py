@@ -7,7 +7,7 @@ forecast, which has a CPU's graph, ``_scaled_dot_product_flash_attention_for_cpu
     cudnn_attention_backward(dy, ..)    flash4_attention_backward(dy, ..)
 
 and so from any to any of the backends in `backends`. Which one torch took while the step was traced is in the graph.
-FlexAttention (see `flex`) also takes a mask that the graph alone determines and that is a band, causal or a window, and
+FlexAttention (see `flex`) also takes a mask that the graph determines and that is a band, causal or a window, and
 one of booleans that each step makes, as of packed documents: ``auto`` gives it masks of which it skips much.
 Else ``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A
 named backend is taken for all, or the capture fails with the first attention that it does not take.
@@ -101,24 +101,24 @@ def decide(node: fx.Node, masks: Masks, options: AttentionOptions) -> Decision:
     case, captured, found = case_of(node), _CAPTURED[node.target], attention_of(node)
     stays = Decision(node, case, captured, found, captured, "")
     if captured == "cpu" and argument(node, "value").target is aten.constant_pad_nd.default:
-        return replace(stays, why="its values are padded for the CPU alone, where one width is taken")
+        return replace(stays, why="its values are padded only for the CPU, which takes one width")
     if options.backend == captured:
-        return replace(stays, why="asked for, as torch chose it")
+        return replace(stays, why="asked for, torch's choice")
     if options.backend != "auto":
         why = refused(options.backend, stays, masks, options)
         if why is not None:
             return replace(stays, refused=why)
         return _by(options.backend, "asked for", stays, masks)
     if isinstance(found, str):
-        return replace(stays, why=f"as torch chose it: {found}")
+        return replace(stays, why=f"torch's choice: {found}")
     refusals = {b: refused(b, stays, masks, options) for b in backends.BACKENDS if b != captured}
     able = [b for b in backends.BACKENDS if b not in refusals or refusals[b] is None]
     if captured in backends.BACKENDS:
         base = captured
-    else:  # torch may have taken it for a mask that is gone, or is to choose yet
+    else:  # torch chose it for a mask that is gone, or has not chosen yet
         base = next((b for b in backends.torch_order(options.capability) if b in able), captured)
     if base not in backends.BACKENDS:
-        why = f"as torch chose it: {refusals[backends.torch_order(options.capability)[0]]}"
+        why = f"torch's choice: {refusals[backends.torch_order(options.capability)[0]]}"
         if case.masked and "flex" in able:
             why += _advice(case, masks, masks.seen(node), options)
         return replace(stays, why=why)
@@ -187,7 +187,7 @@ def refused(backend: Backend, decision: Decision, masks: Masks, options: Attenti
     return why
 
 
-#: Attention that is no choice of this pass: who chose it.
+#: Attention that this pass does not choose, and who did.
 _OTHERS = {
     aten._flash_attention_forward.default: "flash2, as a window",
     higher_order.flex_attention: "flex, as the model or fuse_attention calls it",
@@ -251,7 +251,7 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
 
 def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, options: AttentionOptions) -> None:
     """``ValueError`` where the backend that was asked for does not take an attention."""
-    asked, fix = options.backend, "give one of these"
+    asked, fix = options.backend, "use one of these"
     left = [(d.node, f"{d.case}: {d.refused}") for d in decisions if d.refused is not None]
     left += [(n, f"it runs by {_OTHERS[n.target]}") for n in others if not _OTHERS[n.target].startswith(asked)]
     if not left:

@@ -6,7 +6,7 @@
 These are the operators that a model's own call of ``flex_attention`` leaves in a capture, so that Inductor, CUDA graphs
 and recomputation know them already. Blocks of 128 x 128 that the mask hides are skipped; in blocks that it cuts,
 ``mask_graph`` is evaluated for each pair.
-- A band (causal: no key after the query; a window; everything): its blocks depend on lengths alone, and are constants
+- A band (causal: no key after the query; a window; everything): its blocks depend only on lengths, and are constants
   of the graph, made once on the device.
 - Booleans that each step makes, as of packed documents: each step finds their blocks, once for all layers.
   The booleans stay for backward, 1 byte for each pair, instead of numbers in the dtype of attention.
@@ -30,7 +30,7 @@ from stepgraph.passes.attention.mask import Band, Masks, Pairs
 
 aten, higher_order = torch.ops.aten, torch.ops.higher_order
 
-#: Queries and keys of a block, as torch has them: its kernels' tiles divide it.
+#: Queries and keys per block, torch's default: its kernels' tiles divide it.
 BLOCK = 128
 
 

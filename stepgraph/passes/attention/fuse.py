@@ -1,6 +1,6 @@
 """Attention that a model writes out as products and a softmax, by one fused kernel, forward and backward together.
 
-Matches, by what it computes and whatever it is called: ``softmax(scale * q k' + biases) v`` and its backward. Between
+Matches, by what it computes and under any name: ``softmax(scale * q k' + biases) v`` and its backward. Between
 the product and the softmax there may be casts, multiplications by numbers, sums with masks or other biases (ALiBi,
 relative positions), ``where`` and ``masked_fill`` with a number that hides keys, and a soft cap ``c tanh(s / c)``;
 before the softmax a column for a sink, as of GPT-OSS, which is dropped after it.
@@ -74,7 +74,7 @@ def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassRepor
             backend, reason = reason, found.rewrite(reason, flex)
             counts[backend] += reason is None
         if reason is not None:
-            report.notes.append(f"{name} stays as it is: {reason}")
+            report.notes.append(f"{name} is left unchanged: {reason}")
     report.matched = len(matches)
     report.changed = sum(counts.values())
     by = ", ".join(f"{n} by {backend}" for backend, n in counts.items() if n)
@@ -360,7 +360,7 @@ class _Written:
                     break
                 node = node.args[0]
             if packet(node) is not aten.bmm or not _transposes(node.args[1], self.v):
-                return "the gradient of its weights is no product with its values"
+                return "the gradient of its weights is not a product with its values"
             grads.append(node.args[0])
             self.first = node
             strangers: list[tuple[fx.Node, fx.Node, list[_Op]]] = []
@@ -492,7 +492,7 @@ class _Written:
             if self.dbias or {"tanh", "bias", "hide"} & set(inside):
                 return f"it has {what} and more that learns or comes before"
             if not options.compiled:
-                return f"it has {what}, which FlexAttention alone takes, and Inductor does not compile it"
+                return f"it has {what}, which only FlexAttention takes, and Inductor does not compile it"
             return refusal("flex", case, options.capability) or "flex"
         if self.scale <= 0:
             return f"its scores are multiplied by {self.scale}, which is not positive"
@@ -505,7 +505,7 @@ class _Written:
         return "efficient"
 
     def rewrite(self, backend: str, flex: FlexNodes) -> str | None:
-        """Put the kernels of ``backend`` in its place; why not, where the graph shows that only now."""
+        """Replace it with the kernels of ``backend``; why not, if the graph shows an obstacle only now."""
         T, S = self.shape[2:]
         (a, b, d), dtype = self.numbers, self.inputs[0].meta["val"].dtype
         build = Builder(self.out, before=self.out)
@@ -516,7 +516,7 @@ class _Written:
             flex.masks = Masks(self.step.graph)
             seen = flex.masks.of(bias)
             if isinstance(seen, str):
-                return f"{seen}, and FlexAttention alone takes its soft cap or sink"
+                return f"{seen}, and only FlexAttention takes its soft cap or sink"
         q, k, v = self._laid_out(build)
         saves = self.dout is not None
         if backend == "flex":
@@ -668,7 +668,7 @@ class _Written:
 
 
 def _zero(value: object) -> bool:
-    """Whether an argument is 0, as a gradient has it where a key is hidden."""
+    """Whether an argument is 0, as in a gradient where a key is hidden."""
     if isinstance(value, fx.Node) and value.target is aten.scalar_tensor.default:
         value = value.args[0]
     return isinstance(value, (int, float)) and value == 0

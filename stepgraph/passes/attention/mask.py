@@ -1,4 +1,4 @@
-"""What an attention mask says, where the graph alone determines it: which keys each query sees."""
+"""What an attention mask says, where the graph determines it: which keys each query sees."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -207,7 +207,7 @@ def band_of(mask: torch.Tensor) -> Band | str:
     band = Band(int(left.max()), int(right.max()))
     distance = here[:, None] - here[None, :]
     if not torch.equal(first, (distance <= band.left) & (-distance <= band.right)):
-        return "its mask is no band along the diagonal"
+        return "its mask is not a band along the diagonal"
     return Band(None if band.left == rows - 1 else band.left, None if band.right == rows - 1 else band.right)
 
 

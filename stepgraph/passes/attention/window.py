@@ -1,6 +1,6 @@
 """Attention over a band of keys by kernels that skip the others.
 
-Matches: fused attention (cuDNN's or the memory-efficient one) with an additive mask that the graph alone determines, as
+Matches: fused attention (cuDNN's or the memory-efficient one) with an additive mask that the graph determines, as
 models with sliding windows build it from ``arange``, and its backward. Before -> after:
 
     attention(q, k, v, mask)        a window: ``_flash_attention_forward(q, k, v, window_size_left, window_size_right)``
@@ -11,7 +11,7 @@ A mask costs the whole square of scores: 0.29 + 0.75 ms forward and backward for
 keys visible to each query on an H100, against 0.16 + 0.52 ms for the square without a mask.
 Tier numerics: another kernel sums in another order. Preconditions: a CUDA GPU with FlashAttention 2 (bf16 or fp16,
 heads of at most 256 channels, a multiple of 8), no dropout, no gradient of the mask.
-Source: Dao, "FlashAttention-2", 2023, as torch has it; windows as in Beltagy et al., "Longformer", 2020.
+Source: Dao, "FlashAttention-2", 2023, in torch; windows as in Beltagy et al., "Longformer", 2020.
 """
 
 import operator

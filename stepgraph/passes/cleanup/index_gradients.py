@@ -33,5 +33,5 @@ def index_gradients(step: StepGraph, options: object, report: PassReport) -> Non
 
 
 def _key(indices: list[fx.Node | None], indexed: torch.Tensor) -> tuple:
-    """What was indexed by what."""
+    """The indexed tensor and the indices."""
     return tuple(indices), tuple(indexed.shape)

@@ -15,7 +15,7 @@ from stepgraph.graph.facts import argument, is_view
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
-#: Operators whose first result is values of what they read, and whose second is their places along a dimension.
+#: Operators whose first result is values of their input, and whose second is their positions along a dimension.
 _PLACES = (aten.topk.default, aten.sort.default, aten.sort.stable)
 #: Operators whose result holds values of their first argument alone.
 _COPIES = (aten.clone.default, aten.index.Tensor, aten.gather.default, aten.index_select.default)
@@ -62,7 +62,7 @@ def _is_false(mask: fx.Node, reader: fx.Node, aliases: Aliases) -> bool:
 
 
 def _largest(node: fx.Node, reader: fx.Node, aliases: Aliases) -> int | None:
-    """The largest number that ``node`` can hold as ``reader`` reads it, of whole numbers from 0 on; or None."""
+    """The largest number that ``node`` can hold as ``reader`` reads it, of whole numbers from 0 upwards; or None."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.numel() or value.dtype not in (torch.int64, torch.int32):
         return None

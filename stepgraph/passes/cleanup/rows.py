@@ -42,11 +42,11 @@ def contiguous_rows(step: StepGraph, options: object, report: PassReport) -> Non
     for source in sources:
         why = "it is written" if aliases.writes.get(aliases.root(source)) else _make_contiguous(source)
         if why:
-            report.notes.append(f"{source.name} stays as it is: {why}")
+            report.notes.append(f"{source.name} is left unchanged: {why}")
         else:
             report.changed += 1
     left = sum(map(_lies_across, dict.fromkeys(norms)))
-    report.summary = f"{report.matched - left} of {report.matched} tensors of rows that lay channel by channel"
+    report.summary = f"{report.matched - left} of {report.matched} channels-first tensors"
     report.summary += f" made contiguous, by {report.changed} copies"
 
 
@@ -92,7 +92,7 @@ def _make_contiguous(source: fx.Node) -> str | None:
         if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
             try:
                 value = fake_value(node)
-            except (RuntimeError, ValueError) as error:  # a view of what does not lie so
+            except (RuntimeError, ValueError) as error:  # a view that needs another layout
                 why = f"{node.name} does not take it: {first_line(error)}"
                 break
             if _form(value) != _form(node.meta["val"]):

@@ -8,8 +8,8 @@ backward q, k and v again). Before -> after:
 What DTensor puts around collectives of another dimension than the first (split, cat) goes with them.
 Tier numerics: the rows of a product are multiplied chunk by chunk, sums of products stay in one accumulator, and sums
 over ranks are taken in the order of ranks and rounded once, where a collective may round on each rank's way.
-Preconditions: the ranks of a group share a machine (on GPUs, symmetric memory over NVLink). A pair stays as it is where
-the copies and barriers that a pipeline needs are forecast to take longer than the collective alone.
+Preconditions: the ranks of a group share a machine (on GPUs, symmetric memory over NVLink). A pair is left unchanged
+where the copies and barriers that a pipeline needs are forecast to take longer than the collective alone.
 Source: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", 2023; in torch, `torch.ops.symm_mem.fused_all_gather_matmul` and its like.
 """
@@ -154,7 +154,7 @@ def _multiplies_rows(node: fx.Node, views: list[fx.Node]) -> bool:
 
 
 def _before(weight: fx.Node, place: fx.Node, aliases: Aliases) -> set[fx.Node] | None:
-    """What must move before ``place`` so that ``weight`` is there; None where something cannot."""
+    """The nodes that must move before ``place`` to make ``weight`` available; None if one cannot."""
     needed = {n for n in {*upstream(weight), weight} if n.op == "call_function" and not n < place}
     gathers = (ALL_GATHER, WAIT)
     fits = all(n.target in gathers or (is_pure(n) and not aliases.writes.get(aliases.root(n))) for n in needed)

@@ -102,7 +102,7 @@ def sink(step: StepGraph, reductions: list[Collective], distance: int) -> None:
     """Move what finishes gradients after the last reduction of each region.
 
     With a ``distance``, waits run that many regions later, not beyond the end of backward, and so does what follows
-    from them: an all-reduce of what a reduce-scatter gave waits twice.
+    from them: an all-reduce of a reduce-scatter's result waits twice.
     """
     tail = collectives.tail(step)
     regions = [region for r in by_region(reductions) if (region := [c for c in r if c.node.args[0] not in tail])]
@@ -152,7 +152,7 @@ def bucket_collectives(step: StepGraph, options: object, report: PassReport) -> 
     if left:
         ranks = max(group_size(c.node) for c in left)
         report.notes.append(
-            f"{len(left)} all-reduces over {ranks} ranks left as they are: a bucket may add in another order"
+            f"{len(left)} all-reduces over {ranks} ranks left unchanged: a bucket may add in another order"
         )
     if found and not step.blocks:
         report.notes.append("the model declares no repeated blocks (nn.ModuleList): treated as one region")
@@ -206,7 +206,7 @@ def _rounds(step: StepGraph) -> dict[fx.Node, int]:
 
 
 def _buckets(found: list[Collective], rounds: dict[fx.Node, int]) -> list[list[Collective]]:
-    """Collectives that become one; none of them waits for another's result, nor for what one of another round gives."""
+    """Collectives that become one; none of them waits for the result of another, or of one in another round."""
     buckets = []
     for region in by_region(found):
         forms: dict[tuple, list[Collective]] = defaultdict(list)
@@ -219,7 +219,7 @@ def _buckets(found: list[Collective], rounds: dict[fx.Node, int]) -> list[list[C
 def _gather(step: StepGraph, members: list[Collective]) -> None:
     graph, build = step.graph, Builder(*(c.node for c in members))
     first = members[0].node
-    # What the others gather is made from parameters alone, and is made before the bucket.
+    # What the others gather is made only from parameters, and is made before the bucket.
     for c in members[1:]:
         for node in sorted(upstream(c.node)):
             if node.op == "call_function" and node > first:

@@ -4,7 +4,7 @@ Matches: all-gathers of parameters and reduce-scatters (sums, means) of gradient
     wait(all_gather(cat(cast(x), ...))), a copy for each parameter -> gather_end(gather_begin([x, ...])): its copies
     wait(reduce_scatter(cat(cast(g), ...))) -> reduce_end(reduce_begin([g, ...])), the sums of them all
 An NCCL kernel keeps processors for as long as it runs, and a concurrent matrix product takes up to half as long again.
-Casts and copies into a bucket go with what begins; gradients that are only widened for the sum travel as they are.
+Casts and copies into a bucket move with the start; gradients that are only widened for the sum are sent unwidened.
 Tier numerics: sums are taken in the order of ranks; with two ranks every bit stays. Preconditions: the ranks of a group
 share a machine (on GPUs, symmetric memory over NVLink), collectives of one group are waited for in the order in which
 they begin, and the step has no all_to_all_single (Muon's exchanges, those of experts by NCCL). Best after `overlap`,
@@ -106,7 +106,7 @@ def _sources(c: Collective, aliases: Aliases) -> list[fx.Node]:
     flat = behind_reshapes(bucket)
     parts = [bucket]
     if flat.target is aten.cat.default:
-        # A gather's bucket is the parts one after the other; of a reduction it is for each rank a part of each.
+        # A gather's bucket is the parts one by one; of a reduction it is for each rank a part of each.
         shape = (1, ()) if gathers else (2, (c.node.args[2],))
         values = [part.meta["val"] for part in flat.args[0]]
         in_order = argument(flat, "dim") == shape[0] - 1 and all((v.ndim, v.shape[:-1]) == shape for v in values)

@@ -1,4 +1,4 @@
-"""Gathers of weights in fp8: each rank casts its shard, by the scale of the whole, and half the bytes travel.
+"""Gathers of weights in fp8: each rank casts its shard, by the scale of the whole, and half the bytes are sent.
 
 Matches: parameters under FSDP that are read by ``stepgraph::cast_scaled`` alone (see the pass `fp8_matmul`, with one
 scale for each matrix). Before -> after:
@@ -7,7 +7,7 @@ scale for each matrix). Before -> after:
            wait(all_gather(as bytes)), and its transposed copy where one is read
 The same bits as without it: the largest magnitude of a matrix is the largest of its shards', and a cast looks at each
 element alone. Scales by rows leave nothing to gain: rows and columns have scales of their own, so that two casts of
-each matrix would travel, as many bytes as bf16 has.
+each matrix would be sent, the same number of bytes as bf16.
 Tier numerics, as `fp8_matmul`, without which it has nothing to do. Preconditions: shards of rows, without padding.
 Source: torchao's float8 all-gathers for FSDP2.
 """
@@ -28,7 +28,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 
 class _Weight(NamedTuple):
-    """A gather, and the largest magnitude and the cast of what it gives."""
+    """A gather, and the largest magnitude and the cast of its result."""
 
     gather: Collective
     amax: fx.Node

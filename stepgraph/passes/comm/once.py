@@ -80,7 +80,7 @@ def _placeholders(node: fx.Node) -> set[fx.Node]:
 
 
 def _ends(wait: fx.Node) -> list[fx.Node]:
-    """What a microbatch reads of a gathered parameter: itself, and what is computed from it alone. Views of these are
+    """What a microbatch reads of a gathered parameter: itself, and what is computed only from it. Views of these are
     the microbatch's own: they cost nothing, and other passes know them by their form."""
     made, seen = [wait], {wait}
     for node in made:  # grows
@@ -132,7 +132,7 @@ def reduce_once(step: StepGraph, options: Budget, report: PassReport) -> None:
 @dataclass(frozen=True)
 class _Sum:
     """The addition ``add`` of a reduced gradient to the accumulator of ``parameter``. ``chain``: what reduces and
-    finishes it, in order. ``wholes``: what the chain reads, each with what its sum over microbatches is like."""
+    finishes it, in order. ``wholes``: the chain's inputs, each with the form of its sum over microbatches."""
 
     parameter: str
     add: fx.Node

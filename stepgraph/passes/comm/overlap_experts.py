@@ -12,10 +12,10 @@ Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, for tw
 
 Orders a stretch of nodes so that computation that can wait overlaps with collectives: list scheduling.
 
-Nodes are chosen one after the other, on paper as `costs.timeline` runs them: first the ones that a collective still to
-start needs, so that it starts soon; then, while one travels, whatever does not need its result; its wait comes once it
-is there, or when nothing else is left. Among equals the order stays. What depends on each other, through memory that is
-written too, stays in order.
+Nodes are chosen one by one, on paper as `costs.timeline` runs them: first the ones that a collective still to
+start needs, so that it starts soon; then, while one is in flight, whatever does not need its result; its wait comes
+once it is there, or when nothing else is left. Among equals the order stays. What depends on each other, through memory
+that is written too, stays in order.
 
 Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (list scheduling by priorities).
 """
@@ -90,7 +90,7 @@ class _List:
                 self.leads.add(node)
                 needed += before[node]
         self.ready: list[tuple[bool, int, fx.Node]] = []  # a heap: nodes that lead to a collective first
-        self.waiting: list[tuple[float, int, fx.Node]] = []  # a heap: waits by when their collective is there
+        self.waiting: list[tuple[float, int, fx.Node]] = []  # a heap: waits by when their collective finishes
         self.now, self.free_at, self.ends = 0.0, defaultdict(float), {}
         self.order: list[fx.Node] = []
 
@@ -110,7 +110,7 @@ class _List:
         heapq.heappush(self.ready, (node not in self.leads, self.index[node], node))
 
     def _offer(self, node: fx.Node) -> None:
-        """``node`` may run: at once, or when what it waits for is there."""
+        """``node`` may run: at once, or when its collective has finished."""
         if stage_of(node) in ("wait", "end") and node.args[0] in self.ends:
             heapq.heappush(self.waiting, (self.ends[node.args[0]], self.index[node], node))
         else:
@@ -126,7 +126,7 @@ class _List:
             self.missing[other] -= 1
         free = [other for other in self.after[node] if not self.missing[other]]
         for other in sorted(free, key=self.index.__getitem__):
-            # What takes a result apart stays with what made it.
+            # A node that unpacks a result stays with the node that made it.
             self._emit(other) if other.target is operator.getitem else self._offer(other)
 
 
@@ -141,7 +141,7 @@ class OverlapExpertsOptions:
 
     def __post_init__(self) -> None:
         if self.memory < 0:
-            raise ValueError(f"overlap_experts memory={self.memory} is negative; give 0 to allow no growth")
+            raise ValueError(f"overlap_experts memory={self.memory} is negative; use 0 to allow no growth")
 
 
 @register(
@@ -194,7 +194,7 @@ def _waiting(step: StepGraph) -> dict[fx.Node, float]:
 
 
 def _windows(step: StepGraph, exchanges: set[fx.Node], nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Stretches to order, one after the other: from the first to the last node of each block, in forward or backward,
+    """Stretches to order, one by one: from the first to the last node of each block, in forward or backward,
     that exchanges tokens. Outside blocks: from the first exchange to the last."""
     half = halves(step.graph)
     spans: dict[tuple, list[int]] = defaultdict(list)
@@ -240,7 +240,7 @@ def _effects(step: StepGraph, exchanges: set[fx.Node], before: Timeline, after: 
 
 
 def _beside(step: StepGraph, exchanges: set[fx.Node]) -> dict[tuple[str, str], dict[str, float]]:
-    """For each kind and phase of exchange the modules, within their block, that compute while one travels."""
+    """For each kind and phase of exchange the modules, within their block, that compute while one is in flight."""
     seconds = assumed_seconds(step.graph)
     travelling: dict[fx.Node, tuple[str, str]] = {}
     found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))

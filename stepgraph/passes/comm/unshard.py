@@ -103,7 +103,7 @@ def reshard_after_forward(step: StepGraph, options: ReshardOptions, report: Pass
     report.summary = f"policy {options.policy}: {report.matched} gathered parameters kept for backward"
     if not report.matched or not _wanted(step, options, report):
         return
-    # Backward starts with what forward ran last: giving that up would gather it again at once.
+    # Backward starts where forward ended: freeing that would gather it again at once.
     last = groups[-1][0].region
     freed = 0
     for plan in plans:
@@ -133,7 +133,7 @@ def _wanted(step: StepGraph, options: ReshardOptions, report: PassReport) -> boo
 
 
 def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """(what forward makes from the gathered parameter alone, backward's readers of these, in order), if any read."""
+    """(what forward makes only from the gathered parameter, backward's readers of these, in order), if any read."""
     made = [gather.wait]
     seen = set(made)
     for node in made:  # grows
@@ -147,7 +147,7 @@ def _readers(gather: Collective, half: dict[fx.Node, str]) -> tuple[list[fx.Node
 
 
 def _gather_again(graph: fx.Graph, made: list[fx.Node], readers: list[fx.Node]) -> None:
-    """Copies of a gather and of what is ``made`` from it, for backward's readers."""
+    """Copies of a gather and of the nodes ``made`` from it, for backward's readers."""
     read = [n for n in made if any(user in readers for user in n.users)]
     # What ranks also agreed on, such as the scales of fp8 weights, is kept.
     sources = set(read).union(*map(upstream, read))

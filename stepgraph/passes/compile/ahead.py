@@ -49,7 +49,7 @@ _running: list[_Worker] = []
 
 
 def start_worker() -> _Worker:
-    """The process that compiles, which begins by importing; started if none is there."""
+    """The process that compiles, which first imports; started if there is none."""
     if not _running or _running[0].owner != os.getpid() or _running[0].process.poll() is not None:
         _running[:] = [_Worker()]
     return _running[0]
@@ -95,12 +95,12 @@ class Ahead:
             self._worker.connection.send(request)
 
     def finish(self) -> list[str]:
-        """Wait for what was started, now if it was not; lines for the report."""
+        """Wait for the compilations, starting them now if needed; lines for the report."""
         if not self._started:
             self.start()
         if self._worker is None:
             return self.notes
-        results, until, last = [], time.monotonic() + _LIMIT_S, f"not done within {_LIMIT_S} s"
+        results, until, last = [], time.monotonic() + _LIMIT_S, f"not finished within {_LIMIT_S} s"
         try:
             while len(results) < len(self._asked) and self._worker.connection.poll(max(0, until - time.monotonic())):
                 number, name, error = self._worker.connection.recv()

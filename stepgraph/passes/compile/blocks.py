@@ -81,7 +81,7 @@ def parts(step: StepGraph) -> dict[fx.Node, Part]:
 
 
 def _computing(step: StepGraph) -> dict[fx.Node, str | None]:
-    """Nodes whose results depend on the batch, with their block; but for views, collectives, and what only finishes
+    """Nodes whose results depend on the batch, with their block; except for views, collectives, and what only finishes
     gradients: those may overlap with other blocks."""
     tail = collectives.tail(step)
     made = set(step.placeholders(BatchLeaf))

@@ -1,10 +1,10 @@
-"""Concatenations whose parts Inductor computes once each, where they lie in the result.
+"""Concatenations whose parts Inductor computes once each, in place in the result.
 
     y = cat([f(x), g(x)], -1); y @ w    ->    y = concat([f(x), g(x)], -1); y @ w
 
-Inductor fuses a concatenation with what computes its parts. The kernel computes every part for every element and keeps
-one: the gradient of a gated GELU takes four times as long as its memory traffic would. `concat` is compiled to a buffer
-instead, and each part is written to its place in it, by one kernel if all parts have one size.
+Inductor fuses a concatenation with the computation of its parts. The kernel computes every part for every element and
+keeps one: the gradient of a gated GELU takes four times as long as its memory traffic would. `concat` is compiled to a
+buffer instead, and each part is written to its place in it, by one kernel if all parts have one size.
 Matches `cat` and `stack` of parts of one shape, at least one of them computed by Inductor, that no kernel of Inductor
 reads. Tier exact: no operator computes anything else. Preconditions: a GPU, the whole graph compiled, one dtype.
 """
@@ -17,7 +17,7 @@ from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import aten, is_view, ours, packet
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
-#: Elements of the result from which on it is replaced: a smaller one lies in the cache.
+#: The fewest elements of the result for which it is replaced: a smaller one fits in the cache.
 _LEAST = 1 << 22
 
 

@@ -78,7 +78,7 @@ class Team(Child):
         except (EOFError, OSError):  # closed here, too
             return "the process that was to compile it has ended"
         connection.close()  # what it compiles is not waited for
-        return f"not done within {_LIMIT_S} s"
+        return f"not finished within {_LIMIT_S} s"
 
     def end(self) -> None:
         """End them. The process that they are forks of ends last, so that their memory is free then."""
@@ -108,8 +108,8 @@ def end_helpers() -> None:
 
 
 class Helpers:
-    """Those that were started, for the pieces of one graph: ``with Helpers() as helpers``, `share`, and compile in the
-    order that it gives."""
+    """The ones that were started, for the pieces of one graph: ``with Helpers() as helpers``, `share`, and compile in
+    the order that it gives."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

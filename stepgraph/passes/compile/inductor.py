@@ -133,7 +133,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
 
 def _drop_empty_operands(graph: fx.Graph) -> None:
     """``cat`` without the empty tensors that it may be given, as by a key-value cache at its first use: Inductor takes
-    what is left of a single operand as it lies in memory, where ``cat`` writes it again."""
+    what is left of a single operand as it is in memory, where ``cat`` writes it again."""
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         operands = [operand for operand in node.args[0] if operand.meta["val"].shape != (0,)]
         same = all(operand.meta["val"].dtype == node.meta["val"].dtype for operand in operands)
@@ -256,7 +256,7 @@ def _needs_gpu(node: fx.Node) -> str | None:
     if isinstance(node.target, torch._ops.HigherOrderOperator):  # FlexAttention
         return "Inductor compiles its backward for GPUs only"
     if node.target is aten._grouped_mm.default:
-        return "Inductor takes grouped products in bf16 alone, and for a CPU knows another layout of their results"
+        return "Inductor takes grouped products only in bf16, and for a CPU knows another layout of their results"
     if packet(node) in _CHECKED:
         return "Inductor leaves out the check of its values"
     return None
@@ -264,7 +264,7 @@ def _needs_gpu(node: fx.Node) -> str | None:
 
 def adds_in_any_order(node: fx.Node) -> str | None:
     """Why two runs of ``node`` would differ if Inductor compiled it, or None. Eager sorts by row and adds in order,
-    but for ``index_put`` on a CPU, which adds atomically itself."""
+    except for ``index_put`` on a CPU, which adds atomically itself."""
     adds = node.target is aten.embedding_dense_backward.default or (
         node.target in _INDEX_PUTS and argument(node, "accumulate") and node.meta["val"].is_cuda
     )
@@ -274,11 +274,11 @@ def adds_in_any_order(node: fx.Node) -> str | None:
 
 
 def read_before_drawn(node: fx.Node) -> str | None:
-    """Why Inductor cannot compile ``node`` to what it computes, or None. It draws ``bernoulli`` in place, into a buffer
+    """Why Inductor cannot compile ``node`` correctly, or None. It draws ``bernoulli`` in place, into a buffer
     that one of its kernels makes, and takes for the reader's source what was in the buffer before: where it fuses the
     two, dropout multiplies with uninitialized memory (seen on torch 2.13, on a CPU)."""
     if has_generator(node):
-        return "Inductor draws from default generators alone"
+        return "Inductor draws only from default generators"
     if packet(node) not in (aten.bernoulli, aten.bernoulli_):
         return None
     return "Inductor may read the numbers before it draws them"

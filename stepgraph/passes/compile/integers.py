@@ -1,6 +1,6 @@
 """Positions that Inductor would compute without the bounds of their types.
 
-It follows what is made of ``arange`` and constants as expressions, in which a cast changes the type alone:
+It follows what is made of ``arange`` and constants as expressions, in which a cast changes only the type:
 ``arange(8).mul(200).to(uint8)`` holds 400 where eager has 144, ``arange(8, dtype=int32) * 10**9`` does not wrap, and
 ``arange(2**24, 2**24 + 8).float()`` is not rounded (torch 2.11 to 2.13, under ``torch.compile`` too). A kernel on a GPU
 computes them in 32 bits, int64 too. `beyond` finds by intervals what its type cannot hold; eager computes it, and

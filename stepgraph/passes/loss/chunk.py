@@ -2,7 +2,7 @@
 
 Matches: what `head` finds around a ``stepgraph::cross_entropy_``.
 
-    before: logits = x w^T            after, for each part of the rows of x, one after the other:
+    before: logits = x w^T            after, for each part of the rows of x, one by one:
             loss, over logits                 logits = x_i w^T; loss_i, over logits
             dx = logits w                     dx_i = logits w; dw += logits^T x_i
             dw = logits^T x           then: loss = sum(loss_i) / count; dx = cat(dx_i)
@@ -93,7 +93,7 @@ class _Writer:
         self.totals: dict[fx.Node, fx.Node] = {}
 
     def write(self, bounds: list[tuple[int, int]]) -> None:
-        """The parts of the rows in ``bounds``, and what they give together in the places of what was there."""
+        """The parts of the rows in ``bounds``, and their joined results in place of the originals."""
         loss = self.head.loss
         _, self.targets, grad, mean, self.ignore = loss.args
         build = self._builder(loss)
@@ -167,7 +167,7 @@ class _Writer:
         self.parts.append(build(head.loss.target, logits, targets, self.grad, False, self.ignore))
 
     def _join(self) -> None:
-        """Put what the parts give in the places of what was there, which goes."""
+        """Replace the originals with the parts' results."""
         head = self.head
         for node in head.dx:
             node.replace_all_uses_with(self._builder(node).cat(self.sums[node]))

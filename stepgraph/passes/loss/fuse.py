@@ -74,7 +74,7 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
             continue
         entropies += 1
         if isinstance(found, str):
-            report.notes.append(f"{node.name} stays as it is: {found}")
+            report.notes.append(f"{node.name} is left unchanged: {found}")
             continue
         loss = found.rewrite(aliases)
         heads += chunk.rewrite(loss, options.chunks, report, options.part_bytes) if loss is not None else ""
@@ -152,7 +152,7 @@ def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOpti
     if isinstance(found, str):
         gathered = any(user.target is aten.gather.default for user in readers(softmax))
         what = "labels are gathered" if gathered else "probabilities are summed"
-        report.notes.append(f"{softmax.name}, of which {what}, stays as it is: {found}")
+        report.notes.append(f"{softmax.name}, of which {what}, is left unchanged: {found}")
         return ""
     bounds, each = chunk.bounds_of(found.rows, chunk.parts(found.head, options.chunks, options.part_bytes, found.rows))
     found.rewrite(bounds)

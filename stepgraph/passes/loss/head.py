@@ -61,7 +61,7 @@ def match(loss: fx.Node, aliases: Aliases) -> Head | str:
     """The head whose logits ``loss`` takes, or why there is none that can be put in parts."""
     product = _product(loss.args[0], math.prod(loss.args[0].meta["val"].shape))
     if product is None:
-        return "its logits are no matrix product"
+        return "its logits are not a matrix product"
     head = Head(product, loss)
     region, queue = {product}, [product]
     while queue:
@@ -155,7 +155,7 @@ def unfit(head: Head, region: set[fx.Node], aliases: Aliases) -> str | None:
 
 
 def _by_row(node: fx.Node) -> bool:
-    """Whether rows of the node's result come from the same rows of what it reads."""
+    """Whether rows of the node's result come from the same rows of its input."""
     return node.target in RESHAPES or (is_pointwise(node) and is_pure(node))
 
 

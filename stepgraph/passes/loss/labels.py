@@ -74,7 +74,7 @@ def _classes_before(view: fx.Node, at: int) -> int | None:
 
 
 def _keeps_last(node: fx.Node) -> bool:
-    """Whether ``node`` is a view of what has the classes last, as it has them."""
+    """Whether ``node`` is a view that keeps the classes as the last dimension."""
     before = _classes_before(node, len(_shape(node)) - 1)
     return before is not None and before == len(_shape(node.args[0])) - 1
 

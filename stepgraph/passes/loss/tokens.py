@@ -7,14 +7,14 @@ any way of writing these (see `Reading`). z itself may be read by ``logsumexp``,
 classes are put in this form by `labels`. DPO, GRPO, entropy bonuses, z-losses, smoothed labels and distillation
 (``F.kl_div``) have them.
 
-    before: logits = x w^T                 after, for each part of the rows of x, one after the other:
+    before: logits = x w^T                 after, for each part of the rows of x, one by one:
             logs = log_softmax(logits)             logits = x_i w^T
             log_prob = gather(logs)                log_prob_i, log_sum_i, entropy_i, mean_i = stats(logits)
             logsumexp(logits), sum(p log p)        kl_i, log_sums_i = kl_stats(logits, logits of the other head)
             sum(q (log q - logs))                  in backward: logits again, written over by their gradient
             dx, dw of the logits' gradient         dx_i = logits w; dw += logits^T x_i
 
-In one part the logits are kept for backward, else their product is computed again: no tensor in fp32, and none of all
+In one part the logits are kept for backward, else their product is recomputed: no tensor in fp32, and none of all
 logits. Views of logits become views of ``x``, and those of their gradient views of ``dx``.
 Numbers: the operators compute in fp32 whatever ``logs`` has, and round once. ``dw`` as in `chunk`.
 
@@ -51,7 +51,7 @@ Terms = dict[tuple[Symbol, ...], float]
 
 Z, P, LOG, GRADIENT = "z", "p", "log", "gradient"
 SOFTMAXES = {aten._log_softmax.default: LOG, aten._softmax.default: P}
-_MOST = 32  # terms of what is looked at
+_MOST = 32  # terms examined
 
 
 def times(one: Terms, other: Terms) -> Terms:
@@ -135,7 +135,7 @@ class Reading:
 
 
 def _logs(found: Terms) -> Terms:
-    """``found`` with log p in place of z less the logarithm of its sum of exponentials."""
+    """``found`` with log p for z minus the log of its sum of exponentials."""
     for key, factor in list(found.items()):
         for symbol in key:
             if isinstance(symbol, fx.Node) and (z := _summed(symbol)) is not None:
@@ -177,13 +177,13 @@ STATS = LABEL, SUM, OWN, MEAN = "log p", "log sum", "H(p)", "mean z"
 OTHER, FORWARD, BACKWARD = "H(q)", "KL(p || q)", "KL(q || p)"
 #: By what is summed, in the order of the module's formula: what it consists of.
 _CONTENTS = {(0, 0): (OWN,), (0, 1): (OWN, FORWARD), (1, 1): (OTHER,), (1, 0): (OTHER, BACKWARD)}
-#: Values of a row that multiply, and by what of the above they multiply which factor.
+#: Values of a row that multiply, and which factor above each multiplies.
 Rows = dict[tuple[fx.Node, ...], dict[str, float]]
 
 
 @dataclass
 class Logits:
-    """A product and the ``views`` from there to what softmaxes take, ``scale`` times it."""
+    """A product and the ``views`` from it to the softmaxes' input, which is ``scale`` times it."""
 
     head: Head
     views: list[fx.Node]
@@ -247,7 +247,7 @@ class TokenHead:
 
 def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
     """The head whose logits ``start``, a softmax or ``logsumexp``, takes, with another one that its probabilities meet;
-    or why it stays as it is; or None where neither a label's log-probability nor a sum over the vocabulary is read."""
+    or why it is unchanged; or None where neither a label's log-probability nor a sum over the vocabulary is read."""
     read = Reading()
     softmaxes, gathers, totals, tops, lasts, others, inside = _region(start, read)
     losses = [user for user in others if user.target is aten.nll_loss_forward.default]
@@ -305,7 +305,7 @@ def match(start: fx.Node, aliases: Aliases) -> TokenHead | str | None:
         rows = {(): {SUM: 1.0}} if summed else _contents(read(total.args[0]), own, shape, columns)
         tokens.totals[total] = rows
         if isinstance(rows, str) or {gather, *totals} & {node for key in rows for node in key}:
-            return f"{total.name} sums what is no entropy or divergence"
+            return f"{total.name} sums what is not an entropy or divergence"
         if summed and total.args[0] is not own:
             return f"{total.name} reads another head"
     reason = _backward(tokens, lasts, own, read, columns)
@@ -445,13 +445,13 @@ def _logits(side: fx.Node, inside: list[fx.Node], end: fx.Node) -> Logits | str:
             return Logits(Head(node, end), views, scale)
         factor = factor_of(node)
         if not (factor or keeps_rows(node)):
-            return "its logits are no matrix product"
+            return "its logits are not a matrix product"
         views.insert(0, node)
         node, scale = node.args[0], scale * (factor or 1.0)
 
 
 def _backward(tokens: TokenHead, lasts: list[fx.Node], own: fx.Node, read: Reading, columns: int) -> str | None:
-    """Find what leads from the gradients of what is read to those of the head; or why it cannot be rewritten."""
+    """Find the nodes from the gradients of the values read to those of the head; or why there is no rewrite."""
     product, gather = tokens.head.product, tokens.gather
     scatters = [user for user in gather.args[2].users if _is_scatter(user)] if gather else []
     if not (lasts or scatters):
@@ -652,7 +652,7 @@ class _Writer:
         return build.cast(self._rows(build, node, [node.meta["val"].numel()]), torch.float32)
 
     def _slope(self, build: Builder, name: str) -> fx.Node:
-        """The gradient of what ``name`` is, (rows,) fp32."""
+        """The gradient of ``name``, (rows,) fp32."""
         one = self._full(build, 1.0, torch.float32)
         rows = {nodes: {name: factors[name]} for nodes, factors in self.tokens.slopes.items() if name in factors}
         return self._weighted(build, rows, one) if rows else build(aten.zeros_like.default, one)

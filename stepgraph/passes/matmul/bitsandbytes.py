@@ -1,10 +1,10 @@
-"""Weights in 4 bits that bitsandbytes holds, dequantized by our kernel.
+"""Weights in 4 bits that bitsandbytes holds, dequantized in our kernel.
 
 Matches its operators, in models that transformers loaded with a ``BitsAndBytesConfig``. Before -> after:
     gemm_4bit(x, codes)                                          -> x dequantize_4bit(codes)^T
     dequantize_4bit(codes, dequantize_blockwise(absmax) + offset) -> dequantize_4bit(codes), scales in the same kernel
 Tier numerics: the values of weights keep their bits, and a product of few rows, for which bitsandbytes has a kernel of
-its own, rounds differently. Preconditions: NF4 in bytes. What is in FP4, or stored in another dtype, stays as it is.
+its own, rounds differently. Preconditions: NF4 in bytes. What is in FP4, or stored in another dtype, is left unchanged.
 Source: `stepgraph.kernels.quant.nf4`.
 """
 
@@ -23,7 +23,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 @register("bitsandbytes_4bit", "numerics")
 def bitsandbytes_4bit(step: StepGraph, options: object, report: PassReport) -> None:
-    """Dequantize bitsandbytes' weights by our kernel, scales included."""
+    """Dequantize bitsandbytes' weights in our kernel, scales included."""
     left = set()
     for node in list(step.graph.nodes):
         name = _name(node)
@@ -47,7 +47,7 @@ def bitsandbytes_4bit(step: StepGraph, options: object, report: PassReport) -> N
             if not unread.users:
                 step.graph.erase_node(unread)
         report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} of bitsandbytes' operators on 4-bit weights by our kernel"
+    report.summary = f"{report.changed} of {report.matched} of bitsandbytes' operators on 4-bit weights in our kernel"
     report.notes += [f"left to bitsandbytes: weights of {what}" for what in sorted(left)]
 
 

@@ -94,7 +94,7 @@ def product_epilogues(step: StepGraph, options: EpilogueOptions, report: PassRep
 
 
 def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
-    seen = set()  # a GELU that backward computes again of what forward kept stays
+    seen = set()  # a GELU that backward recomputes stays
     for node in step.calling(aten.gelu.default):
         product = behind_reshapes(node.args[0])
         plain = product.target is aten.mm.default or (

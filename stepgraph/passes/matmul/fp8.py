@@ -95,7 +95,7 @@ def products_of(layer: Layer, recipe: Recipe) -> list[Planned]:
 
 
 def plan(products: Iterable[Planned]) -> dict[tuple, Cast]:
-    """The casts that ``products`` share, by what identifies them; both in the order of the graph."""
+    """The casts that ``products`` share, by key; both in graph order."""
     casts: dict[tuple, Cast] = {}
     for planned in products:
         for key, kind, side, columns in planned.sides():
@@ -108,7 +108,7 @@ def plan(products: Iterable[Planned]) -> dict[tuple, Cast]:
 def profitable(layers: list[Layer], recipe: Recipe) -> tuple[list[Layer], dict[str, list[Layer]]]:
     """(the layers whose products save more than their shares of the casts take, why the others do not).
 
-    Where a layer is left out, others pay for the casts that it shared: what remains is looked at again.
+    When a layer is left out, others pay for its shared casts, so the rest is evaluated again.
     """
     left: dict[str, list[Layer]] = {}
     while True:
@@ -149,7 +149,7 @@ _NAMES = 4
 
 @dataclass(frozen=True)
 class Fp8MatmulOptions:
-    """``recipe``: see above. ``skip``: patterns of module paths that stay as they are, as in ``layers.0.*``.
+    """``recipe``: see above. ``skip``: patterns of module paths that are left unchanged, as in ``layers.0.*``.
     ``unprofitable``: also where the forecast finds nothing to gain."""
 
     recipe: Recipe = "tensorwise"
@@ -203,13 +203,13 @@ def fp8_matmul(step: StepGraph, options: Fp8MatmulOptions, report: PassReport) -
 
 
 def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:
-    """Why the layer stays as it is whatever it costs, or None."""
+    """Why the layer is left unchanged whatever it costs, or None."""
     for pattern in options.skip:
         if fnmatchcase(layer.path, pattern):
             return f"fp8_skip={pattern}"
     dtypes = {n.meta["val"].dtype for p in layer.products for n in (p.node, p.a.node, p.b.node)} - {torch.bfloat16}
     if dtypes:
-        return f"{str(dtypes.pop()).removeprefix('torch.')}, and fp8 takes the place of bf16 alone"
+        return f"{str(dtypes.pop()).removeprefix('torch.')}, and fp8 replaces only bf16"
     if layer.forward.why_not:
         return layer.forward.why_not
     if is_head(layer):

@@ -1,4 +1,4 @@
-"""GELU between products, and its gradient with that of the bias, by our kernels.
+"""GELU between products, and its gradient with that of the bias, in our kernels.
 
     a = gelu(z)                          ->  a = gelu_rows(z)
     dz = gelu_backward(da, z), dz.sum(0)  ->  dz, db = gelu_rows_backward(da, z)
@@ -28,7 +28,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 @dataclass(frozen=True)
 class GeluOptions:
-    """``least``: elements of a GELU from which on it is replaced: smaller ones lie in the cache."""
+    """``least``: the fewest elements of a GELU that is replaced: smaller ones fit in the cache."""
 
     least: int = 1 << 22
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -57,7 +57,7 @@ def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> N
                 continue
             report.changed += 1
     if left := report.matched - report.changed:
-        report.notes.append(f"{left} stay as they are: small, not in 16 bits, not contiguous, or with other neighbours")
+        report.notes.append(f"{left} left unchanged: small, not in 16 bits, not contiguous, or with other neighbours")
     report.summary = f"{report.changed} of {report.matched} GELUs and gradients, and {sums} sums of rows with them"
 
 

@@ -1,9 +1,9 @@
-"""The linear layers of a step, found by what their products read: forward, input gradient and weight gradient.
+"""The linear layers of a step, found by their products' inputs: forward, input gradient and weight gradient.
 
-    forward           y  = x w^T     a product with what is made from one parameter alone (``nn.Linear``), or
+    forward           y  = x w^T     a product with a value made from one parameter only (``nn.Linear``), or
                                      y = x w (transformers' ``Conv1D``); with a bias, or without
-    input gradient    dx = dy w      a product of backward with what is made from the same parameter
-    weight gradient   dw = dy^T x    a product of backward with what forward multiplied, or its transpose
+    input gradient    dx = dy w      a product of backward with a value made from the same parameter
+    weight gradient   dw = dy^T x    a product of backward with forward's input, or its transpose
 
 Two nodes hold the same matrix if they show the same part of the same storage, however often it was viewed or
 transposed between, and nothing has written it between.
@@ -81,7 +81,7 @@ class Layer:
 @dataclass
 class Found:
     """``layers`` in the order of forward; ``other``: products of backward that belong to none of them. ``batched``:
-    products of forward with a parameter that are several in one, as experts' are, which are no layers here."""
+    products of forward with a parameter that are several in one, as experts' are, which are not layers here."""
 
     layers: list[Layer] = field(default_factory=list)
     other: list[fx.Node] = field(default_factory=list)

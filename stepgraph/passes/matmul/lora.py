@@ -114,7 +114,7 @@ def _ended(adapter: Adapter) -> Adapter:
             base = user.args[0] if user.args[1] is node else user.args[1]
             base = _below(base)
             if not _is_product(base) or base.meta["val"].dtype != user.meta["val"].dtype:
-                adapter.why_not = f"what it is added to is no product in its dtype, but {packet(base) or base.op}"
+                adapter.why_not = f"what it is added to is not a product in its dtype, but {packet(base) or base.op}"
             elif base.meta["val"].shape != adapter.up.forward.node.meta["val"].shape:
                 adapter.why_not = "the base layer's product has another shape"
             else:
@@ -271,7 +271,7 @@ def _side_by_side(parts: list[fx.Node]) -> fx.Node:
 
 
 def _summand(node: fx.Node) -> fx.Node | None:
-    """The sum that alone reads ``node``, viewed and cast at most."""
+    """The sum that is the only reader of ``node``, viewed and cast at most."""
     while (user := only_user(node)) is not None and (user.target in RESHAPES or is_cast(user)):
         node = user
     return user if user is not None and user.target is aten.add.Tensor and _is_plain_sum(user) else None

@@ -3,7 +3,7 @@
 Matches: results that forward leaves for backward, after fusion has decided what they are. Before -> after: see
 `recompute` and `offload`. Each way to give a result up has a price in seconds: to compute it again, or, for copies that
 hide behind computation, a share of their time. At the fullest moment of the step's memory over time, the cheapest ways
-for each byte come first, again and again until the peak is low enough (what is offloaded may then be computed again
+for each byte come first, again and again until the peak is low enough (what is offloaded may then be recomputed
 instead); then what turns out not to be needed is kept after all.
 Exact: the same bits as `recompute` and `offload`. Preconditions: a flat graph with phases. Modules that the policy
 names are not touched, except that they offload where it says so.
@@ -69,10 +69,10 @@ class FitOptions:
 
     @property
     def peak_bytes(self) -> float:
-        """Bytes of the whole step that are asked for. ``ValueError`` for a share of what is not known."""
+        """The requested bytes of the whole step. ``ValueError`` for a share of unknown memory."""
         if self.peak_is_fraction and not self.memory:
             raise ValueError(
-                f"memory peak={self.peak:.0%} is a share of a GPU's memory, which is not known here; give GiB, as in "
+                f"memory peak={self.peak:.0%} is a share of a GPU's memory, which is not known here; use GiB, as in "
                 "peak=8GiB"
             )
         return self.peak * ((self.memory or 0.0) if self.peak_is_fraction else 2**30)
@@ -125,13 +125,13 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
     if len(curve := report.peak_curve) > 1:
         shown = [curve[i * (len(curve) - 1) // 4] for i in range(5)] if len(curve) > 5 else curve
         steps = ", ".join(f"{peak / 2**30:.4g} GiB +{price * 1e3:.3g} ms" for peak, price in shown)
-        report.notes.append(f"peak of the step and what it costs, as forecast: {steps}")
+        report.notes.append(f"forecast peak of the step and its cost:  {steps}")
     report.notes += fit.lines()
     report.changed = len(fit.dropped) + len(fit.gone)
     report.summary = (
-        f"{len(fit.dropped)} saved results computed again ({sizes['recompute'] / 2**20:.0f} MiB), {len(fit.gone)} "
+        f"{len(fit.dropped)} saved results recomputed ({sizes['recompute'] / 2**20:.0f} MiB), {len(fit.gone)} "
         f"offloaded ({sizes['offload'] / 2**20:.0f} MiB), {report.matched - report.changed} kept; price "
-        f"{sum(fit.prices.values()) * 1e3:.2f} ms for each microbatch"
+        f"{sum(fit.prices.values()) * 1e3:.2f} ms per microbatch"
     )
     fit.rewrite()
 
@@ -146,7 +146,7 @@ def _refuse_host(fit: "Fit") -> None:
 
 
 class Fit:
-    """A choice for each saved result of ``step``. ``dropped``: what is computed again. ``gone``: what is offloaded.
+    """A choice for each saved result of ``step``. ``dropped``: what is recomputed. ``gone``: what is offloaded.
     ``prices``: seconds for each. ``path``: (bytes at the peak, price) at each look while the peak fell. ``host``: bytes
     of host memory for them, None where unknown."""
 
@@ -321,7 +321,7 @@ class Fit:
         return sorted(moves, key=lambda move: move[0])
 
     def _again_seconds(self, root: fx.Node) -> float:
-        """Seconds to compute ``root`` again from what is saved, or given up and paid for already."""
+        """Seconds to recompute ``root`` from results that are saved, or dropped and already paid for."""
         seen: set[fx.Node] = set()
         queue, seconds = [root], 0.0
         while queue:

@@ -75,7 +75,7 @@ class Trips:
 
     def _block_ends(self, phases: Collection[str]) -> list[int]:
         """Where nothing more computes in one repeated block before another begins, and where the last has ended: as a
-        compiler's pieces are cut, what only looks at results belongs to what computes next."""
+        compiler's pieces are cut, views of results belong to the computation that follows."""
         plan, finishing = self.plan, tail(self.plan.step)
         made = set(plan.step.placeholders(BatchLeaf, Value))
         entered: set[str] = set()

@@ -21,7 +21,7 @@ _ALLOWED = (
 class MemoryPolicy:
     """``policy``: ``none``, ``full`` (keep what enters each repeated block), ``selective`` (keep the results of
     expensive operators), ``budget``, which keeps as much as fits, or ``peak``, which lets the whole step take that
-    much. ``budget``: GiB kept for backward, or a fraction of what ``none`` keeps, by ``budget_is_fraction``. ``peak``:
+    much. ``budget``: GiB kept for backward, or with ``budget_is_fraction`` a share of what ``none`` keeps. ``peak``:
     GiB, or a fraction of the GPU's memory, by ``peak_is_fraction``. ``modules``: (pattern of a module path, action);
     of several that match, the last counts."""
 
@@ -37,7 +37,7 @@ class MemoryPolicy:
             raise unknown_name("memory policy", self.policy, POLICIES)
         for name in ("budget", "peak"):
             if self.policy == name and not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"memory {name} {getattr(self, name):g} is not a positive number; give GiB")
+                raise ValueError(f"memory {name} {getattr(self, name):g} is not a positive number; use GiB")
 
 
 def parse_policy(text: str) -> MemoryPolicy:

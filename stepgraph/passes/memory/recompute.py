@@ -3,7 +3,7 @@
 Matches: forward results that backward reads. Before -> after: a backward node reads a copy of the forward node,
 inserted just before it, that runs the same operator on the same values; the original then dies in forward.
 Exact: the copy is bitwise the original, because random and mutating operators are never run again. Nor are
-collectives, but for the all-gathers of tensor parallelism, which `full` (and a budget) repeats: what they read is a
+collectives, except for the all-gathers of tensor parallelism, which `full` (and a budget) repeats: what they read is a
 part of what they make. Gathers of parameters are left to `reshard_after_forward`.
 Preconditions: a flat graph with phases. Calls of ``torch.utils.checkpoint`` in the model are honoured under every
 policy: capture runs them plainly and marks their nodes.
@@ -67,7 +67,7 @@ def recompute(step: StepGraph, options: MemoryPolicy, report: PassReport) -> Non
     kept, marked = plan.kept_bytes(dropped), len(plan.checkpointed())
     report.changed = plan.rewrite(dropped)
     report.summary = (
-        f"policy {options.policy}: {report.changed} nodes computed again; kept for backward "
+        f"policy {options.policy}: {report.changed} nodes recomputed; kept for backward "
         f"{_size(kept)} of {_size(everything)}"
     )
     if weights:
@@ -160,7 +160,7 @@ class Plan:
         return min(choices, key=self.kept_bytes)
 
     def candidates(self) -> Iterable[fx.Node]:
-        """Every forward root that can be computed again, whether or not backward reads it now."""
+        """Every forward root that can be recomputed, whether or not backward reads it now."""
         return (n for n, ok in self._repeatable.items() if ok and self.aliases.root(n) is n)
 
     def leaves_block(self, root: fx.Node) -> bool:
@@ -284,7 +284,7 @@ class Plan:
         return links.seconds(node) if node in self.gathers else node_seconds(self.operator(node))
 
     def kept(self, dropped: set[fx.Node]) -> set[fx.Node]:
-        """The roots kept for backward when ``dropped`` are computed again: a dropped one needs its sources."""
+        """The roots kept for backward when ``dropped`` are recomputed: a dropped one needs its sources."""
         kept: set[fx.Node] = set()
         seen: set[fx.Node] = set()
         queue = list(self.saved)
@@ -301,7 +301,7 @@ class Plan:
 
     def cut(self, repeatable: Collection[fx.Node]) -> set[fx.Node]:
         """The roots among ``repeatable`` to compute again so that the fewest bytes are kept: a minimum cut of forward
-        between what cannot be computed again and what backward reads."""
+        between what cannot be recomputed and what backward reads."""
         import networkx as nx  # slow to load
 
         network = nx.DiGraph()
@@ -329,7 +329,7 @@ class Plan:
         if "forward" not in network or "backward" not in network:
             return set()
         _, (kept_side, _) = nx.minimum_cut(network, "forward", "backward")
-        # What lies beyond the cut is computed again.
+        # What lies beyond the cut is recomputed.
         return {root for root in seen if (root, "in") not in kept_side}
 
     def sources(self, root: fx.Node) -> list[fx.Node]:
@@ -357,7 +357,7 @@ class Plan:
                 added += new
                 user.replace_input_with(source, replacement)
         for node in reversed(self.nodes):
-            if node in copies and node not in (made or ()) and not node.users:  # forward made it for backward alone
+            if node in copies and node not in (made or ()) and not node.users:  # forward made it only for backward
                 graph.erase_node(node)
         return added
 

@@ -47,7 +47,7 @@ def carry_least(step: StepGraph, options: RematerializeOptions, report: PassRepo
     again, before, after = rematerialize(step, regions=options.regions)
     report.matched = report.changed = again
     report.summary = (
-        f"{again} cheap nodes computed again inside backward's kernels; carried from forward to backward "
+        f"{again} cheap nodes recomputed inside backward's kernels; carried from forward to backward "
         f"{after / 2**20:.0f} of {before / 2**20:.0f} MiB"
     )
 

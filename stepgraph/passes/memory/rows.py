@@ -141,7 +141,7 @@ Rule = Callable[[fx.Node, _Known, Tokens], Use | None]
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of what ``node`` calls; None for operators that mix tokens, or that nothing is known about."""
+    """The rule of ``node``'s operator; None for operators that mix tokens, or that are unknown."""
     if node.target in _RULES:
         return _RULES[node.target]
     return _pointwise if is_pointwise(node) else None

@@ -6,7 +6,7 @@ or in backward, with a product in them: all between two attentions. Before -> af
     y, dw = f(x, w)   ->   y_1, dw_1 = f(x[:n], w); y_2, dw_2 = f(x[n:2n], w); ...
                            y = cat(y_1, y_2, ...); dw = dw_1 + dw_2 + ...
 
-What backward reads of the inside of a forward region is computed again in backward, tile by tile, from what enters the
+What backward reads of the inside of a forward region is recomputed in backward, tile by tile, from what enters the
 region: what lies inside, as the wide results of an MLP, exists for one tile at a time, and does not grow with the
 sequence. Tiles are nodes of the flat graph, one tile after the other.
 Tier numerics: a product of fewer rows may take another kernel, and sums over tokens (gradients of weights, the loss)
@@ -93,7 +93,7 @@ def tile_sequence(step: StepGraph, options: TileOptions, report: PassReport) -> 
     lines = Counter(region.line() for region in regions.found)
     made: dict[tuple[str, Tile], fx.Node] = {}
     copies: dict[fx.Node, tuple[str, Tile]] = {}
-    for region in reversed(regions.found):  # what a later one reads is there as long as it is written
+    for region in reversed(regions.found):  # what a later one reads is still written
         _Writer(region, tokens, tiles, made, copies).write()
     for node, original in copies.items():
         if original in made:
@@ -107,7 +107,7 @@ def tile_sequence(step: StepGraph, options: TileOptions, report: PassReport) -> 
     report.notes += [f"{count} x not in tiles: {why}" for why, count in Counter(regions.left).items()]
     if regions.mixing:
         shown = ", ".join(f"{count} x {name}" for name, count in regions.mixing.most_common(8))
-        report.notes.append(f"not token by token, and computed whole: {shown}")
+        report.notes.append(f"not token-wise, so not tiled:  {shown}")
     if not options.head:
         report.notes.append("the head and its loss are left to fuse_loss, which has parts of its own (loss_chunks)")
 
@@ -126,7 +126,7 @@ def _tokens(step: StepGraph) -> Tokens | None:
 
 def _out_of_place(step: StepGraph) -> None:
     """Let what writes over a result that nothing else reads, as norms add eps, give a result of its own: the same bits,
-    and it can be computed again."""
+    and it can be recomputed."""
     aliases = Aliases(step.graph)
     for node in list(step.nodes("forward", "loss")):
         if not (is_overload(node) and is_mutating(node) and torch.Tag.pointwise in node.target.tags):
@@ -163,7 +163,7 @@ class Region:
     later: dict[fx.Node, None] = field(default_factory=dict)
 
     def depends(self, node: fx.Node) -> bool:
-        """Whether ``node`` reads what is there only after the region."""
+        """Whether ``node`` reads a result that exists only after the region."""
         return any(n in self.later or self.known.get(n) == SUM for n in node.all_input_nodes)
 
     def outside(self, node: fx.Node) -> list[fx.Node]:
@@ -375,7 +375,7 @@ class _Writer:
         return build.permute(whole, [place[d] for d in range(len(order))])
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """What outside readers of ``node`` read instead: views of what all tiles gave or of what entered the region."""
+        """What outside readers of ``node`` read instead: views of all tiles' results or of the region's inputs."""
         if node not in self.full and node in self.uses:
             args, kwargs = fx.map_arg((node.args, node.kwargs), self._whole)
             self.full[node] = self._builder(node)(node.target, *args, **kwargs)

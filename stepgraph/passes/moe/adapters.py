@@ -10,7 +10,7 @@ read by grouped products alone. Before -> after, for rows sorted by expert once,
     dL = s bmm(dW', R^T)                           -> s grouped_mm_weight(dy, t)
     dR = s bmm(L^T, dW')                           -> s grouped_mm_weight(dt, x)
 
-with t = grouped_mm(x, R^T) and dt = grouped_mm(dy, L); and with the weights stored the other way round. Nothing of the
+with t = grouped_mm(x, R^T) and dt = grouped_mm(dy, L); and with transposed weights. Nothing of the
 size of the experts' weights is written, neither a sum nor a gradient; t is kept for backward, (rows, r).
 Tier numerics: sums in another order, and W is not rounded with the adapter in it. Preconditions: grouped products alone
 read W'; on a GPU r is a multiple of 8 in bf16, as these need. A gradient dW' that more reads than dL and dR stays.
@@ -66,7 +66,7 @@ def _adapter(total: fx.Node, products: list[tuple[fx.Node, bool]]) -> _Adapter |
     """The adapter that ``total`` adds, or why it stays."""
     weight, left, _ = total.args
     if argument(total, "beta") != 1 or not isinstance(argument(total, "alpha"), (int, float)):
-        return "its scales are no numbers"
+        return "its scales are not numbers"
     if weight.meta["val"].shape != total.meta["val"].shape:
         return "the weight is broadcast"
     rank, rows = left.meta["val"].shape[2], products[0][0].args[0].meta["val"]

@@ -1,6 +1,6 @@
 """Tokens travel to experts as packed rows of fp8, and so do the gradients of experts' results.
 
-Matches: casts of experts' rows to packed ones (`fp8_experts`), where nothing else reads the rows, and what brought them
+Matches: casts of expert rows to packed ones (`fp8_experts`), where nothing else reads the rows, and what brought them
 there. Before -> after, in forward, and in backward for the gradient that `combine` brings:
 
     cast_packed_rows(gather_rows(x, places, ..))       -> gather_rows(cast_packed_rows(x), places, ..)
@@ -10,7 +10,7 @@ there. Before -> after, in forward, and in backward for the gradient that `combi
 and so on to where the tokens are, each of which is then cast once and not once for each of its experts. Half the bytes
 of an exchange travel, and of what copies rows on a rank. A row's cast reads this row alone, so the experts get the same
 bits; only rows that no token fills, which nothing reads, have a scale of zero. Results that `combine` brings back, and
-gradients that `dispatch` does, stay as they are: these are sums' terms.
+gradients that `dispatch` does, are left unchanged: these are sums' terms.
 Tier numerics, as `fp8_experts`, without which it has nothing to do. Preconditions: no other reader of the rows.
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.3, for tokens that are dispatched in fp8.
 """
@@ -34,7 +34,7 @@ _CAST = ours.cast_packed_rows.default
     "exchange_fp8", "numerics", after=("fp8_experts",), from_options=lambda options: {} if options.fp8_experts else None
 )
 def exchange_fp8(step: StepGraph, options: object, report: PassReport) -> None:
-    """Cast tokens to fp8 before they travel to experts."""
+    """Cast tokens to fp8 before they are sent to experts."""
     travels: Counter[str] = Counter()
     stays: Counter[str] = Counter()
     for cast in step.calling(_CAST):
@@ -48,11 +48,11 @@ def exchange_fp8(step: StepGraph, options: object, report: PassReport) -> None:
             travels.update(role.kind for n in movers if stage_of(n) == "begin" and (role := role_of(n)))
         elif _brought(rows):
             stays.update([", ".join(sorted({str(packet(n)) for n in rows.users if n is not cast}))])
-    report.summary = f"{report.changed} of {report.matched} casts of experts' rows where the tokens are"
+    report.summary = f"{report.changed} of {report.matched} casts of expert rows before the exchange"
     if travels:
         kinds = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(travels.items()))
         report.summary += f"; exchanges in fp8: {kinds}"
-    report.notes += [f"{count} stay where the experts are: {why} reads the rows too" for why, count in stays.items()]
+    report.notes += [f"{count} stay after the exchange:  {why} reads the rows too" for why, count in stays.items()]
 
 
 def _brought(rows: fx.Node) -> list[fx.Node]:
@@ -77,7 +77,7 @@ def _move(cast: fx.Node, source: fx.Node, movers: list[fx.Node]) -> None:
     packed = Builder(cast, before=movers[-1])(_CAST, source)
     for node in reversed(movers):
         node.replace_input_with(source, packed)
-        if _is_gradient_of_gather(node):  # which adds up in fp32: a copy the other way round does not
+        if _is_gradient_of_gather(node):  # which sums in fp32: a copy in the other direction does not
             build, (rows, places, _, order) = Builder(node, before=node), node.args
             R, N = (n.meta["val"].shape[0] for n in (order, places))
             replace(node, build(ours.gather_rows.default, rows, build.view(order, (R, 1)), build.view(places, (N,)), N))

@@ -117,7 +117,7 @@ def _sorted_weights(node: object, routing: Routing) -> fx.Node | None:
 
 
 def _in_dtype(total: fx.Node, rows: fx.Node) -> fx.Node | None:
-    """The sum in the dtype of ``rows``: itself, or the cast that alone reads it."""
+    """The sum in the dtype of ``rows``: itself, or the cast that is the only reader of it."""
     dtype = rows.meta["val"].dtype
     if total.meta["val"].dtype == dtype:
         return total
@@ -188,7 +188,7 @@ def _before_cast(dy: fx.Node, rows: fx.Node) -> fx.Node:
 
 @register("fuse_experts", "numerics", after=("index_gradients",))
 def fuse_experts(step: StepGraph, options: object, report: PassReport) -> None:
-    """Sort, gather, multiply and combine the rows of experts by our kernels."""
+    """Sort, gather, multiply and combine the rows of experts in our kernels."""
     counts = dict.fromkeys(("gathers", "combines", "products"), 0)
     for node in step.calling(aten._grouped_mm.default):
         report.matched += 1
@@ -199,7 +199,7 @@ def fuse_experts(step: StepGraph, options: object, report: PassReport) -> None:
         if isinstance(found, str):
             if counts_experts(sort):
                 report.matched += 1
-                report.notes.append(f"{sort.name} stays as it is: {found}")
+                report.notes.append(f"{sort.name} is left unchanged: {found}")
             continue
         report.matched += 1
         routings += 1
@@ -225,7 +225,7 @@ def _product(node: fx.Node, report: PassReport) -> bool:
     elif not node.meta["val"].is_contiguous():
         problem = "rows of its result are not contiguous"
     if problem:
-        report.notes.append(f"{node.name} stays as it is: {problem}")
+        report.notes.append(f"{node.name} is left unchanged: {problem}")
         return False
     build = Builder(node, before=node)
     if dims == (2, 3):
@@ -267,7 +267,7 @@ def _rewrite(routing: Routing, counts: dict[str, int], report: PassReport) -> No
         done = sum(combined(routing, inverse, n) or backward_of_combined(routing, inverse, n) for n in readers)
         counts["combines"] += done
         if done < len(readers):
-            report.notes.append(f"{inverse.name}: {len(readers) - done} of its readers stay as they are")
+            report.notes.append(f"{inverse.name}: {len(readers) - done} of its readers are left unchanged")
         build = Builder(inverse, after=inverse)
         wide = build(aten._to_copy.default, routing.places, dtype=inverse.meta["val"].dtype)
         left += [inverse.args[0], inverse.args[2], build.view(wide, inverse.meta["val"].shape)]
@@ -276,7 +276,7 @@ def _rewrite(routing: Routing, counts: dict[str, int], report: PassReport) -> No
 
 
 def _gathered(routing: Routing, tokens: fx.Node, node: fx.Node) -> bool:
-    """``x[tokens]``, or its gradient, by our kernels; whether ``node`` is one of them."""
+    """``x[tokens]``, or its gradient, in our kernels; whether ``node`` is one of them."""
     build, order, places = Builder(node, before=node), routing.order, routing.places
     if node.target is aten.index.Tensor and list(node.args[1]) == [tokens] and _is_matrix(node.args[0], routing.tokens):
         replace(node, build(ours.gather_rows.default, node.args[0], places, order, order.meta["val"].shape[0]))

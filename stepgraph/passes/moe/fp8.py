@@ -1,4 +1,4 @@
-"""Products of experts' rows in fp8, forward and backward, with a scale for each row of both sides.
+"""Products of expert rows in fp8, forward and backward, with a scale for each row of both sides.
 
 Matches: grouped products in bf16. Before -> after, where W^T is a matrix of each expert:
 
@@ -93,14 +93,14 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
         replace_node(node, new, sweep=True)
         report.changed += 1
     fused = sum(_cast_where_made(rows, cast) for rows, cast in packed.items())
-    report.summary = f"{report.changed} of {report.matched} products of experts' rows in fp8"
+    report.summary = f"{report.changed} of {report.matched} products of expert rows in fp8"
     if fused:
         report.summary += f"; {fused} of {len(packed)} casts of rows by the SwiGLU that makes them"
     report.notes += [f"{count} stay in bf16: {why}" for why, count in stays.items()]
 
 
 def _refusal(node: fx.Node, options: ExpertFp8Options, packed: dict[fx.Node, fx.Node]) -> str | None:
-    """Why the product stays as it is, or None."""
+    """Why the product is left unchanged, or None."""
     a, b, result = (n.meta["val"] for n in (*node.args[:2], node))
     weight = result if node.target is _WEIGHT_PRODUCT else b
     (_, K, N), R = weight.shape, a.shape[0]
@@ -108,9 +108,9 @@ def _refusal(node: fx.Node, options: ExpertFp8Options, packed: dict[fx.Node, fx.
         if fnmatchcase(provenance(node).path, pattern):
             return f"fp8_skip={pattern}"
     if a.dtype != torch.bfloat16:
-        return f"{str(a.dtype).removeprefix('torch.')}, and fp8 takes the place of bf16 alone"
+        return f"{str(a.dtype).removeprefix('torch.')}, and fp8 replaces only bf16"
     if options.capability not in (None, _CAPABILITY):
-        return "torch multiplies groups in fp8 on compute capability {}.{} alone".format(*_CAPABILITY)
+        return "torch multiplies groups in fp8 only on compute capability {}.{}".format(*_CAPABILITY)
     if K % MULTIPLE or N % MULTIPLE:
         return f"{K} x {N} is not a multiple of {MULTIPLE} in both dimensions"
     if node.target is _WEIGHT_PRODUCT and not options.weight_gradients:

@@ -44,7 +44,7 @@ def routing_of(sort: fx.Node) -> Routing | str:
         return "no permutation of one dimension in ascending order"
     chosen = flat.args[0] if flat.target in RESHAPES else None
     if chosen is None or chosen.meta["val"].ndim != 2 or chosen.meta["val"].dtype not in (torch.int64, torch.int32):
-        return "what is sorted is no matrix of experts"
+        return "what is sorted is not a matrix of experts"
     counted = next(iter(_counted(outputs.get(0))), None)
     if counted is None:
         return "the rows of its experts are not counted by histc and cumsum"
@@ -55,7 +55,7 @@ def routing_of(sort: fx.Node) -> Routing | str:
 
 
 def _counted(ids: fx.Node | None) -> Iterator[fx.Node]:
-    """Offsets made of the sorted experts: int32 sums of how often each number from 0 on is there."""
+    """Offsets from the sorted experts: int32 cumulative counts of each number from 0 upwards."""
     for user in ids.users if ids is not None else ():
         counts = [user, *user.users] if user.target is aten._to_copy.default else [user]
         for histogram in counts:
@@ -80,5 +80,5 @@ def _options_of_topk(chosen: fx.Node) -> int | None:
 
 
 def counts_experts(sort: fx.Node) -> bool:
-    """Whether what ``sort`` sorted is counted as experts are; other sorts are no business of ours."""
+    """Whether ``sort``'s values are counted like experts; other sorts are ignored."""
     return next(iter(_counted(getitem_users(sort).get(0))), None) is not None

@@ -1,4 +1,4 @@
-"""SwiGLU of the experts' rows, forward and backward, by kernels that work on the rows in use alone.
+"""SwiGLU of the expert rows, forward and backward, by kernels that work only on the rows in use.
 
 Matches, between grouped products of the same ``offsets``: the two halves of one product's rows, as ``split`` or slices
 give them, and in backward a product ``dh`` of ``h``'s width.
@@ -46,7 +46,7 @@ class _Found(NamedTuple):
 
 @register("expert_swiglu", "numerics", after=("fuse_experts", "weight_experts"), needs_cuda=True)
 def expert_swiglu(step: StepGraph, options: object, report: PassReport) -> None:
-    """Compute the SwiGLU of experts' rows, forward and backward, for the rows in use alone."""
+    """Compute the SwiGLU of expert rows, forward and backward, only for the rows in use."""
     for product in step.calling(_PRODUCT):
         halves = _halves(product)
         h = None if halves is None else _gated(*halves)
@@ -55,7 +55,7 @@ def expert_swiglu(step: StepGraph, options: object, report: PassReport) -> None:
         found = _match(product, *halves, h)
         if report.takes(found, h):
             _rewrite(found)
-    report.summary = f"{report.changed} of {report.matched} SwiGLUs of experts' rows by our kernels"
+    report.summary = f"{report.changed} of {report.matched} SwiGLUs of expert rows in our kernels"
 
 
 def _halves(product: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -106,7 +106,7 @@ def _match(product: fx.Node, gate: fx.Node, up: fx.Node, h: fx.Node) -> _Found |
     offsets = product.args[2]
     silu = next(n for n in h.args if n.target is aten.silu.default)
     if not all(_reads_rows(user, h, offsets) for user in h.users):
-        return "something else than grouped products reads it"
+        return "something other than grouped products reads it"
     behind = [n for n in (*gate.users, *up.users, *silu.users) if n not in (silu, h)]
     if not behind:
         return _Found(product, silu, h)  # no gradient is asked for
@@ -118,14 +118,14 @@ def _match(product: fx.Node, gate: fx.Node, up: fx.Node, h: fx.Node) -> _Found |
     (dgate,), (dup,), (dsilu,) = dgates, dups, products
     dh = next((n for n in dup.args if n is not silu), None)
     if not isinstance(dh, fx.Node) or not _multiplies(dup, dh, silu) or not _multiplies(dsilu, dh, up):
-        return "its gradient is of another form"
+        return "its gradient is of a different form"
     if dgate.args[0] is not dsilu or list(dsilu.users) != [dgate] or dh.meta["val"].dtype != h.meta["val"].dtype:
-        return "its gradient is of another form"
+        return "its gradient is of a different form"
     both = _joined(dgate, dup, product.meta["val"].shape[1])
     if both is None:
         return "its gradients are not put side by side"
     if not all(_reads_rows(user, both, offsets) for user in both.users):
-        return "something else than grouped products reads its gradients"
+        return "something other than grouped products reads its gradients"
     return _Found(product, silu, h, dh, dgate, dup, both)
 
 

@@ -25,7 +25,7 @@ from stepgraph.passes.contract import PassReport, StepGraph, register
 
 ours = torch.ops.stepgraph
 
-#: What works on experts' rows up to the last of ``offsets``: which of its arguments are rows.
+#: What works on expert rows up to the last of ``offsets``: which of its arguments are rows.
 _ROWS = {
     ours.grouped_mm.default: ("rows",),
     ours.grouped_mm_weight.default: ("rows", "dy"),
@@ -33,7 +33,7 @@ _ROWS = {
     ours.swiglu_rows_backward.default: ("dy", "gate_up"),
 }
 _WRITERS = (*(target for target in _ROWS if target is not ours.grouped_mm_weight.default), ROWS_END)
-#: Results of `expert_places`: where each of the experts' rows comes from, and where each expert's rows end.
+#: Results of `expert_places`: where each of the expert rows comes from, and where each expert's rows end.
 _BACK, _ENDS = 1, 2
 
 
@@ -49,7 +49,7 @@ def unread_rows(step: StepGraph, options: object, report: PassReport) -> None:
             if all(_stops(reader, node, offsets) for reader in node.users):
                 node.kwargs = {**node.kwargs, "zero_rest": False}
                 report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} buffers of experts' rows without zeros that nothing reads"
+    report.summary = f"{report.changed} of {report.matched} buffers of expert rows not zeroed where nothing reads them"
 
 
 def _offsets(node: fx.Node) -> fx.Node | None:
@@ -66,7 +66,7 @@ def _stops(reader: fx.Node, rows: fx.Node, offsets: fx.Node) -> bool:
     if reader.target in _ROWS:
         return argument(reader, "offsets") is offsets and given <= set(_ROWS[reader.target])
     if reader.target is ROWS_END:
-        return given == {"x"}  # the form of what arrives, and no value
+        return given == {"x"}  # only the form of the received rows, no value
     if reader.target is not ROWS_BEGIN or given != {"x"} or argument(reader, "order") is not None:
         return False
     to = argument(reader, "to")

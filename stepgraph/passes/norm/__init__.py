@@ -1,1 +1,1 @@
-"""The norm pass: finds norms by what they compute and picks the fastest way for each."""
+"""The norm pass: finds norms by what they compute and picks the fastest kernel for each."""

@@ -6,7 +6,7 @@ front; a monomial is a product of factors, each with an exponent:
     ("full", node)           a tensor of the shape of x: x itself, a gradient
     ("column", node)         the same in every row: a weight, a bias
     ("mean", monomial)       the mean of a monomial over its row: one value per row
-    ("root", polynomial)     a sum of values per row, to be taken to a power that is no natural number
+    ("root", polynomial)     a sum of values per row, to be taken to a power that is not a natural number
     ("sum", dims, monomial)  the sum of a monomial over all rows, or over those dimensions of them
 
 Means and sums are linear, and what is the same all along a row leaves a mean, so that
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-9
 
 
 class NotAlgebra(Exception):
-    """The result is no polynomial in the factors above."""
+    """The result is not a polynomial in the factors above."""
 
 
 def constant(value: float) -> Polynomial:
@@ -118,7 +118,7 @@ def column_sum(a: Polynomial, dims: tuple[int, ...]) -> Polynomial:
 
 
 def same(a: Polynomial, b: Polynomial) -> bool:
-    """Whether two polynomials are equal but for the rounding of their coefficients."""
+    """Whether two polynomials are equal except for the rounding of their coefficients."""
     return a.keys() == b.keys() and all(math.isclose(a[m], b[m], rel_tol=1e-6) for m in a)
 
 

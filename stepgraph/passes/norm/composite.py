@@ -225,7 +225,7 @@ class Composite:
         return list(candidates)[:8]
 
     def _before_weight(self, node: fx.Node) -> fx.Node:
-        """``dy`` in ``dy * weight`` and casts. A number that y is multiplied with is no part of the norm: its
+        """``dy`` in ``dy * weight`` and casts. A number that y is multiplied with is not part of the norm: its
         product with a gradient is ``dy`` itself."""
         while True:
             node = before_widening(node)
@@ -307,7 +307,7 @@ def find(graph: fx.Graph) -> list[Found | Refused]:
 
 
 def _with_one_owner(results: list[Found | Refused]) -> list[Found | Refused]:
-    """Each gradient belongs to the first norm that it is one of. Where a norm is computed again in part, its copy
+    """Each gradient belongs to the first norm that it is one of. Where a norm is recomputed in part, its copy
     equals it, and so do their gradients; a copy without outputs of its own is then no norm."""
     owners: dict[fx.Node, Found] = {}
     kept = []

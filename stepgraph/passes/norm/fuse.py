@@ -58,7 +58,7 @@ class FuseNormOptions:
     for_target=lambda options, target: replace(options, on_gpu=target.device == "cuda"),
 )
 def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> None:
-    """Run each RMS and layer norm by our kernels, Inductor or eager, whichever is fastest."""
+    """Run each RMS and layer norm in our kernels, Inductor or eager, whichever is fastest."""
     norms, left = [], []
     for found in find(step.graph):
         if isinstance(found, Found):
@@ -101,7 +101,7 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
         report.notes.append("no RMS or layer norm found")
     report.notes += left[:_NOTES]
     if len(left) > _NOTES:
-        report.notes.append(f"and {len(left) - _NOTES} more left as they are")
+        report.notes.append(f"and {len(left) - _NOTES} more left unchanged")
 
 
 _WORDS = {"kernel": "our kernels", "inductor": "Inductor", "eager": "eager's operators"}

@@ -1,12 +1,12 @@
-"""Backward of layer norms that each sequence scales and shifts by its own condition (adaLN), by our kernel.
+"""Backward of layer norms that each sequence scales and shifts by its own condition (adaLN), in our kernel.
 
     dn = mul(dy, scale + 1), dx = layer_norm_backward(dn, x), add(dh, dx)
     sum(mul(dy, n), 1), sum(dy, 1)                          ->  gated_norm_backward(dy, x, .., scale, dh, branch, gate)
     mul(dx, gate), sum(mul(dx, branch), 1), sum(mul(dx, gate), [0, 1])
 
 n is the norm of x, (B, T, N), without weights, in forward ``n * (scale + 1) + shift``; scale and shift are (B, 1, N).
-The gate is there where x is a residual plus ``gate * branch``. Saves four reads of (B, T, N) and three kernels for each
-norm, and forward keeps x in place of n.
+There is a gate if x is a residual plus ``gate * branch``. Saves four reads of (B, T, N) and three kernels for each
+norm, and forward keeps x instead of n.
 Tier numerics: nothing is rounded between these operators, and sums add in another order; the same bits in each run.
 Preconditions: on a GPU, rows of at most `WIDEST` channels, one dtype for all of (B, T, N). What stays is listed with
 its reason. Runs before `fuse_norm`, which takes the other norms.
@@ -57,7 +57,7 @@ class _Modulated:
 
 @register("modulated_norm", "numerics", after=("recompute",), needs_cuda=True)
 def modulated_norm(step: StepGraph, options: None, report: PassReport) -> None:
-    """Run the backward of norms that are scaled and shifted by sequence, and gates before them, by our kernel."""
+    """Run the backward of norms that are scaled and shifted by sequence, and gates before them, in our kernel."""
     gated, aliases = 0, Aliases(step.graph)
     for root in step.calling(aten.native_layer_norm_backward.default):
         found = _modulated(root)
@@ -150,7 +150,7 @@ def _sums_of_products(a: fx.Node, b: fx.Node) -> Iterator[fx.Node]:
 
 
 def _with_stream(dx: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """(the sum that alone reads ``dx``, what it adds); or ``dx`` itself."""
+    """(the sum that is the only reader of ``dx``, what it adds); or ``dx`` itself."""
     user = only_user(dx)
     if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
         return dx, None

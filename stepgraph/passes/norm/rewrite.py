@@ -31,7 +31,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 class Gradient:
     """The backward of one norm. ``dy``, ``x``: what it reads, x perhaps a recomputed copy. ``dh``: the gradient from
     the residual stream that is added to that of x, or None. ``dx``, ``dw``, ``db``: the nodes that hold its results,
-    None for what nobody needs."""
+    None if unused."""
 
     dy: fx.Node
     x: fx.Node
@@ -50,7 +50,7 @@ class Found:
     """One norm of a graph, over the last dimension of ``x``.
 
     ``form``: how it is written, for people. ``kind``: ``rms`` or ``layer``. ``weight``, ``bias``: nodes or None;
-    ``offset`` is added to the weight. ``outputs``: nodes that hold y: several if it is computed again for backward.
+    ``offset`` is added to the weight. ``outputs``: nodes that hold y: several if it is recomputed for backward.
     ``nodes``: all that a rewrite makes unnecessary, results included, in the order of the graph. ``original``: the
     norm of which this is a recomputed copy, if any; a copy that only serves its backward may have no outputs.
     """
@@ -93,7 +93,7 @@ def _reshaped(dw: fx.Node | None) -> fx.Node | None:
 
 
 def complete(norms: Sequence[Found]) -> None:
-    """Extend norms to what alone reads their results: casts, and the sum with the residual stream's gradient.
+    """Extend norms to the only readers of their results: casts, and the sum with the residual stream's gradient.
 
     No node goes into two norms.
     """
@@ -115,7 +115,7 @@ def complete(norms: Sequence[Found]) -> None:
 
 
 def _rounded(node: fx.Node, taken: set[fx.Node]) -> fx.Node:
-    """The cast to a narrower dtype that alone reads ``node``, if there is one: the operator rounds once."""
+    """The cast to a narrower dtype that is the only reader of ``node``, if there is one: the operator rounds once."""
     while (user := only_user(node)) and user not in taken and is_copy(user) and _is_narrowing(user):
         node = user
     return node
@@ -232,7 +232,7 @@ def permuted(build: Builder, node: fx.Node | None, order: Sequence[int], like: f
 
 
 class Rewriter:
-    """Puts operators in place of ``norms``, which are in the order of the graph."""
+    """Replaces ``norms``, in graph order, with operators."""
 
     def __init__(self, step: StepGraph, norms: Sequence[Found], aliases: Aliases):
         self.graph = step.graph
@@ -279,7 +279,7 @@ class Rewriter:
     # Norms
 
     def rewrite(self, found: Found) -> tuple[bool, bool]:
-        """Put the operators in place of ``found``; whether the residual add and the residual gradient went in."""
+        """Replace ``found`` with the operators; whether they include the residual add and the residual gradient."""
         residual = self._forward(found)
         if found.gradient and found.gradient.results():
             self._backward(found)
@@ -287,7 +287,7 @@ class Rewriter:
         return residual, bool(found.gradient and found.gradient.dh)
 
     def _forward(self, found: Found) -> bool:
-        if not found.outputs:  # computed again for backward alone: the statistics of the first time are kept instead
+        if not found.outputs:  # recomputed only for backward: the first statistics are kept instead
             self.statistics[found.root] = self.statistics[found.original.root]
             return False
         first, *again = found.outputs

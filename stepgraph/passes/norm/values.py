@@ -138,7 +138,7 @@ class Values:
         return read
 
     def _read_sum(self, node: fx.Node) -> bool:
-        """Read ``known + foreign``, what adds known terms to such a sum, and its copies."""
+        """Read ``known + foreign``, additions of known terms to such a sum, and its copies."""
         if not self.is_full(node):
             return False
         if is_copy(node) or packet(node) in _VIEWS:
@@ -310,7 +310,7 @@ def _clamped(values: Values, node: fx.Node, reach: int) -> Polynomial:
 
 
 def _mask(by: float, most: float) -> Rule:
-    """Whether the root is not 0, or is: true or false, as ``by`` is 1 or 0, but for rows that no model has."""
+    """Whether the root is not 0, or is: true or false, as ``by`` is 1 or 0, except for rows that no model has."""
 
     def rule(values: Values, node: fx.Node, reach: int) -> Polynomial:
         _root(values, node, reach)

@@ -3,7 +3,7 @@
 Matches: ``_fused_adamw_`` and ``_fused_adam_`` of the optimizer phase, the ``_foreach_mul_`` that clips its gradients,
 and the ``_foreach_copy_`` that rounds master weights into parameters. Before -> after: three sweeps over the gradients
 and two over the state -> one kernel per parameter that reads gradient, moments and weight once and writes them once.
-What depends on the step alone is computed once for all parameters, in fp64. An update that may be left out
+What depends only on the step is computed once for all parameters, in fp64. An update that may be left out
 (``found_inf``) selects between the old and the new value before it writes. Small parameters, where there are several,
 stay with the fused operator, which updates dozens in one launch: a kernel for each would take longer to start than to
 run.
@@ -65,9 +65,7 @@ def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport
     for update in updates:
         report.changed += len(update.args[0]) - len(small[update])
         _Expansion(step, update).write(small[update])
-    report.summary = (
-        f"{report.changed} of {report.matched} parameter updates written out, clipping and rounding with them"
-    )
+    report.summary = f"{report.changed} of {report.matched} parameter updates expanded, with clipping and rounding"
     if together:
         report.summary += f", {together} small ones together by the fused kernel"
 

@@ -97,7 +97,7 @@ class _Fusing:
         return self.roots[node] if node in self.roots else self.aliases.root(node)
 
     def _leave(self, node: fx.Node) -> None:
-        """``node`` stays as it is: what it reads stays written, and what it writes is in memory alone."""
+        """``node`` is left unchanged: what it reads stays written, and what it writes is only in memory."""
         for one in node.all_input_nodes:
             if one in self.aliases.position:
                 self.write.pop(self.aliases.root(one), None)

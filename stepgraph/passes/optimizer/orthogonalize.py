@@ -133,7 +133,7 @@ def _descendants(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _only_inside(a: fx.Node, b: fx.Node) -> bool:
-    """Whether ``a`` is read for ``b`` alone, and ``b`` for one product."""
+    """Whether ``a`` is read only for ``b``, and ``b`` for one product."""
     for_b = {b, *b.all_input_nodes, *(n for i in b.all_input_nodes for n in i.all_input_nodes)}
     return set(a.users) <= for_b and len(b.users) == 1
 

@@ -35,7 +35,7 @@ class UnsafeFolder(ValueError):
 
 
 def cache_folder() -> Path | None:
-    """The folder of automatic saving; None where the user wants none."""
+    """The folder for automatic saving; None if it is off."""
     return named_cache("steps")
 
 
@@ -101,7 +101,7 @@ class Folder:
             raise DamagedEntry(f"{path}: {failure.strerror}") from None
 
     def write(self, name: str, parts: dict[str, Any], files: dict[str, bytes], *, replace: bool = False) -> None:
-        """Write an entry whole, or leave the one that is there (``replace``: it is damaged). Raises ``OSError``."""
+        """Write an entry atomically, or keep the existing one (``replace``: it is damaged). Raises ``OSError``."""
         self.path.mkdir(parents=True, exist_ok=True, mode=self._mode)
         self.check()
         aside = self._aside()

@@ -31,7 +31,7 @@ from stepgraph.inductor.packed import NotSavable
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.passes.contract import Pass
 
-#: The version of what this folder writes: entries of another are never read.
+#: The version of the file format: entries of another version are never read.
 FORMAT = 3
 #: Packages, in addition to torch, that passes call, or that Inductor and Triton are made with.
 _PACKAGES = ("triton", "sympy", "mpmath", "numpy", "flash-attn-4", "quack-kernels")

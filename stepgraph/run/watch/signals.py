@@ -12,7 +12,7 @@ _URGENT = (signal.SIGINT, signal.SIGTERM)
 
 
 def stopping() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to stop. ``nohup`` has it ignore that its terminal goes away."""
+    """The signals that ask this process to stop. Under ``nohup`` a closed terminal is ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return _URGENT if ignored else (*_URGENT, signal.SIGHUP)
 
@@ -60,8 +60,8 @@ class StopSignals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if self._speaks and self.received is None:
-            again = "" if self._patient else ", or at once by a second Ctrl-C, without the checkpoint"
-            text = f"\n{signal.Signals(number).name}: the run ends after what it does now, with a checkpoint{again}\n"
+            again = "" if self._patient else "; a second Ctrl-C ends it at once, without the checkpoint"
+            text = f"\n{signal.Signals(number).name}: the run finishes its work, saves and ends{again}\n"
             with contextlib.suppress(OSError):
                 os.write(2, text.encode())  # the signal may have come while Python's own stream was written to
         self.received = signal.Signals(number).name

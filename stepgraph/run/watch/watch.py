@@ -346,7 +346,7 @@ class Watch:
         closing.start()
         try:
             error = "; ".join([f"{why}: {self._waits_in(place)}", *self._others(place, everyone)])
-        except Exception as failure:  # the rank ends all the same
+        except Exception as failure:  # the rank ends anyway
             error = f"{why}: where it waits is not known, {type(failure).__name__}: {failure}"
         report(error)
         self.on_end(error)

@@ -92,7 +92,7 @@ class BackgroundSaves:
         return told
 
     def finish(self) -> None:
-        """Wait for the save in progress, and raise what it raised. Memory that was not taken yet is no longer taken."""
+        """Wait for the save in progress, and raise what it raised. No further memory is allocated."""
         if self._preparing is not None:
             self._enough.set()
             self._preparing.join()
@@ -115,7 +115,7 @@ class BackgroundSaves:
         return {name: self._copies[name] for name in tensors}
 
     def _missing(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of ``tensors`` that there is no memory for yet."""
+        """The ``tensors`` without memory for a copy."""
         return {name: tensor.detach() for name, tensor in tensors.items() if not self._fits(name, tensor)}
 
     def _allocate(self, missing: dict[str, torch.Tensor]) -> None:
@@ -130,7 +130,7 @@ class BackgroundSaves:
             except RuntimeError as failure:  # torch's for memory that the system does not give
                 raise MemoryError(f"no host memory for a copy of the state: {first_line(failure)}") from failure
             if not gpu:
-                there.zero_()  # page-locked memory is there, other memory once it is written to
+                there.zero_()  # page-locked memory is allocated at once, other memory when it is written to
             self._copies[name] = compat.with_local(tensor, there) if isinstance(tensor, DTensor) else there
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:

@@ -156,7 +156,7 @@ class Checkpointer:
     def load(self, path: str | os.PathLike, state: dict, *, rng: bool = True) -> None:
         """Load ``path`` (as :func:`resolve` takes it) in place into the parts of ``state``; with ``rng``, RNG states.
 
-        Parts that ``state`` lacks are not loaded, so ``{"model": model}`` with ``rng=False`` reads the weights alone.
+        Parts that ``state`` lacks are not loaded, so ``{"model": model}`` with ``rng=False`` reads only the weights.
         Optimizer state that does not exist yet is created. Errors: ValueError, one line each.
         """
         ranks = Ranks()
@@ -171,7 +171,7 @@ class Checkpointer:
         finish()
 
     def is_of_this_mesh(self, path: Path) -> bool:
-        """Whether the checkpoint ``path`` is of this run's mesh, so that every rank finds its own part in it."""
+        """Whether the checkpoint ``path`` was written on this run's mesh, so every rank finds its own part."""
         ranks = Ranks()
         try:
             manifest = ranks.first(lambda: verify(path, contents=False))

@@ -56,7 +56,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) not in _INDEX_NAMES:
-            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which is no part of a checkpoint")
+            raise pickle.UnpicklingError(f".metadata names {module}.{name}, which is not part of a checkpoint")
         return super().find_class("pathlib" if name == "PosixPath" else module, name)
 
 
@@ -142,12 +142,12 @@ _STEP = re.compile(r"step-(\d{8,})(\.replaced)?")
 def resolve(path: str | os.PathLike) -> Path:
     """The ``step-*`` folder that ``path`` means: itself, or the newest complete one of a run or ``checkpoints`` folder.
 
-    Errors: ValueError, one line, when there is none: what is there and what is expected.
+    Errors: ValueError, one line, when there is none: what exists and what is expected.
     """
     path = Path(path)
     if not path.is_dir():
         here = ", ".join(found.name for found in checkpoints(path.parent))
-        fix = f"{path.parent} has {here}: give one of them" if here else "give a run folder or a step-* folder"
+        fix = f"{path.parent} has {here}: use one of them" if here else "use a run folder or a step-* folder"
         raise ValueError(f"{path} is {'a file' if path.exists() else 'not there'}; {fix}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         return path
@@ -161,14 +161,14 @@ def resolve(path: str | os.PathLike) -> Path:
         )
     if folder == path and (path / "config.json").is_file():
         raise ValueError(
-            f"the run {path} has no checkpoint, and one is written every --checkpoint-every steps and at the end: give "
+            f"the run {path} has no checkpoint, and one is written every --checkpoint-every steps and at the end: use "
             "another run, or start a new one"
         )
     if folder != path or folder.name == "checkpoints" or not names:
-        raise ValueError(f"{folder} holds no checkpoint yet; give the folder of a run that has saved one")
+        raise ValueError(f"{folder} holds no checkpoint yet; use the folder of a run that has saved one")
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     raise ValueError(
-        f"{path} is not a checkpoint: it holds {shown}; give a run folder with checkpoints/, or one step-* folder "
+        f"{path} is not a checkpoint: it holds {shown}; use a run folder with checkpoints/, or one step-* folder "
         f"with {MANIFEST}"
     )
 
@@ -189,7 +189,7 @@ def step_of(path: Path) -> int:
 
 
 def is_sound(path: Path) -> bool:
-    """Whether every file is there with its size."""
+    """Whether every file exists with its recorded size."""
     try:
         verify(path, contents=False)
     except ValueError:
@@ -237,7 +237,7 @@ def verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict
 def _present(file: Path) -> Iterator[None]:
     """Raises `DamagedError` where ``file`` is missing, be it since it was looked for, or no file."""
     if file.exists() and not file.is_file():
-        raise DamagedError(f"{file.name} is no file")
+        raise DamagedError(f"{file.name} is not a file")
     try:
         yield
     except FileNotFoundError as error:

@@ -44,7 +44,7 @@ def open_data(
     if source.chat:
         if tokenizer == "bytes":
             raise ValueError(
-                f"{data} holds conversations, and bytes have no chat template: give --tokenizer FOLDER/tokenizer.json"
+                f"{data} holds conversations, and bytes have no chat template: use --tokenizer FOLDER/tokenizer.json"
             )
         opened = ChatTokenizer(tokenizer, row) if not source.pairs else PairTokenizer(tokenizer, row and row // 2)
     require_one_kind([part.source for part in parts])

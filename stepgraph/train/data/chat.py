@@ -1,6 +1,6 @@
-"""Conversations as tokens: rendered by the tokenizer's own chat template, with what the assistant says marked.
+"""Conversations as tokens: rendered by the tokenizer's own chat template, with the assistant's tokens marked.
 
-A token that is not the assistant's is there to be read and not to be predicted. It is given as ``~id``, which is
+A token that is not the assistant's is context, not a target. It is given as ``~id``, which is
 negative, so that one stream holds both.
 """
 
@@ -51,7 +51,7 @@ class ChatTemplate:
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
 
     def render(self, messages: list[Message], *, prompt: bool = False) -> str:
-        """The text of ``messages``; with ``prompt``, and of what introduces the assistant's next one."""
+        """The text of ``messages``; with ``prompt``, plus the prefix of the assistant's next one."""
         return self._render(messages, prompt).replace(OPEN, "").replace(CLOSE, "")
 
     def spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
@@ -126,7 +126,7 @@ def _is_learned(message: Message) -> bool:
     weights = {name: message.get(name, 1) for name in ("weight", "train", "training")}
     for name, weight in weights.items():
         if type(weight) not in (bool, int, float) or weight not in (0, 1):
-            raise ValueError(f"{name}={weight!r} of a message is not allowed: give 0, not learned, or 1")
+            raise ValueError(f"{name}={weight!r} of a message is not allowed: use 0, not learned, or 1")
     return all(weights.values()) and bool(message["content"].strip())
 
 
@@ -155,7 +155,7 @@ class ChatTokenizer(JsonTokenizer):
     """A ``tokenizer.json`` with the chat template next to it; a document is the JSON of a list of messages.
 
     The template is ``chat_template.jinja`` or the entry of that name in ``tokenizer_config.json``. Special tokens that
-    the template writes are encoded as such, those that a message spells too, as transformers does.
+    the template writes are encoded as such, the ones that a message spells too, as transformers does.
 
     ``row``: conversations are cut to this many tokens; a longer one gives only ``row + 1``. The last of
     these has the sign of the assistant's where any of the rest is the assistant's.
@@ -171,7 +171,7 @@ class ChatTokenizer(JsonTokenizer):
         if text is None:
             raise ValueError(
                 f"{path} has no chat template next to it (chat_template.jinja, or chat_template in "
-                "tokenizer_config.json), which conversations need: take the tokenizer of an instruct model"
+                "tokenizer_config.json), which conversations need: use the tokenizer of an instruct model"
             )
         self.template = ChatTemplate(text, files.special_tokens)
         self._tokenizer.encode_special_tokens = False
@@ -179,7 +179,7 @@ class ChatTokenizer(JsonTokenizer):
         self.fingerprint = digest.hexdigest()
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The tokens of ``messages`` and of what introduces the assistant's answer."""
+        """The tokens of ``messages`` and of the prefix of the assistant's answer."""
         return self._tokenizer.encode(self.template.render(messages, prompt=True), add_special_tokens=False).ids
 
     def encode(self, document: bytes | str) -> np.ndarray:

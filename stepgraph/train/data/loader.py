@@ -112,8 +112,8 @@ class PackedLoader:
         if not self._whole and self._there < needed:
             self._there, self._whole = self.tokens.wait(needed)
             if self._whole and self._there < 2:
-                said = f"no message of the role assistant is in the first {self._seq_len} tokens of a conversation"
-                why = f"{said}: give others or a larger seq_len" if self._source.chat else "it has no text: give more"
+                said = f"no assistant message is in the first {self._seq_len} tokens of a conversation"
+                why = f"{said}: use others or a larger seq_len" if self._source.chat else "it has no text: use more"
                 raise ValueError(f"{self._name} has nothing to train on: {why}")
         return -(-(self._there - 1) // self._seq_len) if self._whole else None
 
@@ -193,10 +193,10 @@ def validation_batches(
         fitting = total // world_size  # tokens for each rank
         fits = (fitting // seq_len, seq_len) if fitting >= seq_len else (1, fitting)
         ranks = f" on {world_size} ranks" if world_size > 1 else ""
-        more = "give more text" if world_size == 1 else "use fewer ranks or more text"
+        more = "use more text" if world_size == 1 else "use fewer ranks or more text"
         fix = f"batch_size={fits[0]}, seq_len={fits[1]} would fit" if fitting else more
         if source.chat and not total:
-            fix = f"no message of the role assistant is in the first {seq_len} tokens: give others or a larger seq_len"
+            fix = f"no assistant message is in the first {seq_len} tokens: use others or a larger seq_len"
         raise ValueError(
             f"the validation split of {source.name} has {total:,} tokens, too few for one batch of "
             f"batch_size={batch_size}, seq_len={seq_len}{ranks}: {fix}"
@@ -266,7 +266,7 @@ def same_identity(state: dict[str, Any], position: tuple[str, ...], identity: di
     for key, here in identity.items():
         if state[key] != here and key in ("data", "tokenizer"):  # their fingerprints say nothing to people
             raise ValueError(
-                f"the saved data position is of another --{key}, or of what was there then: resume with the same "
+                f"the saved data position belongs to another --{key}, or its content has changed: resume with the same "
                 f"{key}, or start a new run"
             )
         if state[key] != here:

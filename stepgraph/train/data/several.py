@@ -44,7 +44,7 @@ def open_parts(data: str, text_field: str = "text") -> list[Part]:
     words = [data] if os.path.exists(data) else data.split(",")
     if text_field != "text" and all(re.fullmatch(r"stdlib|.*\.txt(\.gz)?", _plain(word), re.I) for word in words):
         what = "loss=dpo reads preference pairs" if text_field == PAIR else f"text_field={text_field} names a field"
-        fix = "give a jsonl or parquet file of these" if text_field == PAIR else "drop --text-field"
+        fix = "use a jsonl or parquet file of these" if text_field == PAIR else "drop --text-field"
         raise ValueError(f"{what} and {data} has none: {fix}")
     found = [re.fullmatch(_WEIGHTED, word) for word in words]
     if not any(found):
@@ -81,7 +81,7 @@ def _plain(word: str) -> str:
 
 
 class Joined(Source):
-    """The documents of several sources, one after the other; each is split separately, but for those of a conversation
+    """The documents of several sources, one by one; each is split separately, except for those of a conversation
     each, which are split together."""
 
     def __init__(self, name: str, sources: Sequence[Source]):
@@ -137,7 +137,7 @@ def _joined(name: str, files: list[str], text_field: str) -> Corpus:
         return sources[0]
     if streamed := next((one for one in sources if isinstance(one, Streamed)), None):
         raise ValueError(
-            f"data {name}: {streamed.name} cannot be joined with others, as it is streamed: give weights, as in A:1,B:1"
+            f"data {name}: {streamed.name} cannot be joined with others, as it is streamed: use weights, as in A:1,B:1"
         )
     return Joined(name, sources)
 
@@ -145,7 +145,7 @@ def _joined(name: str, files: list[str], text_field: str) -> Corpus:
 def _with_validation(source: Corpus) -> Corpus:
     """``source``; ``ValueError`` where it has no document to spare for validation."""
     if isinstance(source, Source) and not len(source.val):
-        raise ValueError(f"{source.name} holds one conversation: give two or more, because one is used for validation")
+        raise ValueError(f"{source.name} holds one conversation: use two or more, because one is used for validation")
     return source
 
 
@@ -201,15 +201,15 @@ def _open_file(data: str, text_field: str) -> Source:
     packed = path.suffix.lower() == ".gz"
     suffix = path.with_suffix("").suffix.lower() if packed else path.suffix.lower()
     if suffix not in (".jsonl", ".txt", ".parquet") or (packed and suffix == ".parquet"):
-        raise ValueError(f"unknown data {data!r}: give {FORMS}")
+        raise ValueError(f"unknown data {data!r}: use {FORMS}")
     try:
         if path.is_file() and path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty: give a file with text")
+            raise ValueError(f"{path} is empty: use a file with text")
         require_file(path)
         with path.open("rb"):  # a missing file, a file that may not be read
             pass
     except OSError as error:
-        raise ValueError(f"cannot read data {path}: {error.strerror}; give the path of a readable file") from error
+        raise ValueError(f"cannot read data {path}: {error.strerror}; use the path of a readable file") from error
     there = unpacked(path) if packed else path
     if suffix == ".txt":
         source = TextFile(there, str(path))

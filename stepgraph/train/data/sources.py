@@ -50,7 +50,7 @@ class Corpus(ABC):
 
     @abstractmethod
     def texts(self, split: str | None) -> Iterator[bytes]:
-        """The documents of split "train" or "val", or of both, in a fixed mixed order, one after the other."""
+        """The documents of split "train" or "val", or of both, in a fixed mixed order, one by one."""
 
     @abstractmethod
     def only_validation(self) -> None:
@@ -209,7 +209,7 @@ class Sections(Source):
 
     def __init__(self, source: Source, text: bytes):
         if len(text) < 2:
-            raise ValueError(f"{source.name} holds one document of {len(text)} bytes: too little to split, give more")
+            raise ValueError(f"{source.name} holds one document of {len(text)} bytes: too little to split, use more")
         self.name, self.size, self.field, self._text = source.name, source.size, source.field, text
         self.stamp = source.stamp
         self._bounds, self.train, self.val = cut_sections(text, 0, len(text))
@@ -255,7 +255,7 @@ def mix64(x: np.ndarray) -> np.ndarray:
 
 
 def are_validation(hashes: np.ndarray) -> np.ndarray:
-    """Whether documents with these hashes (N,) are validation, by the hash alone: bool (N,), true of about 5%."""
+    """Whether documents with these hashes (N,) are validation, only by the hash: bool (N,), true of about 5%."""
     return hashes < np.uint64(int(VALIDATION_FRACTION * 2**64))
 
 

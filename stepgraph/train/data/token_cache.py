@@ -74,7 +74,7 @@ class Text:
 
 class Rows(Text):
     """Conversations, each whole within a row of ``seq_len`` tokens: one that does not fit begins the next row, and the
-    rest of a row, which counts as a document, is end-of-text that is no target.
+    rest of a row, which counts as a document, is end-of-text that is not a target.
 
     One longer than a row is cut to it, and left out if nothing of it is to be predicted; so each row has a target.
     """
@@ -91,13 +91,11 @@ class Rows(Text):
         if cut + cut_out:
             half = f" (half of it, {self._seq_len // 2}, for each answer)" if self._parts == 2 else ""
             found.append(
-                f"{cut:,} {self._unit} are cut to seq_len={self._seq_len} tokens{half}, and {cut_out:,} left out, "
-                "which have nothing of the assistant's in these: a larger --seq-len keeps them"
+                f"{cut:,} {self._unit} are cut to seq_len={self._seq_len} tokens{half}, and {cut_out:,} dropped, "
+                "which have no assistant message in them: a larger --seq-len keeps them"
             )
         if silent:
-            found.append(
-                f"{silent:,} {self._unit} are left out, in which no message of the role assistant says anything"
-            )
+            found.append(f"{silent:,} {self._unit} are left out, in which no assistant message has content")
         return "; ".join(found)
 
     def open(self) -> np.ndarray:
@@ -151,7 +149,7 @@ def stream_of(eos_id: int, row: int | None, there: int = 0, pairs: bool = False)
 
 
 def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows of the stream (B, T + 1) int64: tokens (B, T), and the next, `IGNORE` where it is no target."""
+    """Split rows of the stream (B, T + 1) int64: tokens (B, T), and the next, `IGNORE` where it is not a target."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     return np.where(inputs < 0, ~inputs, inputs), np.where(targets < 0, IGNORE, targets)
 
@@ -174,7 +172,7 @@ def positions_in_documents(begins: np.ndarray) -> np.ndarray:
 CHUNK_BYTES = 4 << 20  # text that is tokenized at a time
 NEWS_S = 30.0  # between two lines about how far it is
 _POLL_S = 0.02
-_JOIN_S = 10.0  # for what a thread reads from the network; it ends with the process
+_JOIN_S = 10.0  # for a thread that reads from the network; it ends with the process
 
 
 def default_folder() -> Path:
@@ -190,7 +188,7 @@ class TokenCache:
         folder: where caches lie; None writes to a temporary file instead, which ends with this object.
         row: conversations are packed whole into rows of this length, see `Rows`; None: documents of text.
 
-    The thread starts at the first :meth:`wait` or :meth:`start`, and from then on it alone reads ``source``.
+    The thread starts at the first :meth:`wait` or :meth:`start`, and from then on only the thread reads ``source``.
 
     Raises:
         ValueError: the folder cannot be written, in one line.
@@ -239,7 +237,7 @@ class TokenCache:
         return digest.hexdigest()
 
     def start(self, say: Callable[[str], None] | None = None) -> None:
-        """Begin to tokenize what is not there yet; ``say`` gets the progress every ``NEWS_S`` seconds."""
+        """Begin to tokenize the rest; ``say`` gets the progress every ``NEWS_S`` seconds."""
         self._say = say or self._say
         if self._thread is None and not self._progress()["whole"]:
             self._thread = threading.Thread(target=self._write, name="tokenizer", daemon=True)
@@ -282,7 +280,7 @@ class TokenCache:
         return begun(self._begins, start, stop)
 
     def describe(self) -> str:
-        """How much is there, for people."""
+        """How much is tokenized, as text."""
         found = self._progress()
         if found["whole"]:
             told = found.get("told")
@@ -298,7 +296,7 @@ class TokenCache:
             return {"documents": 0, "row": 0, "tokens": 0, "begins": 0, "whole": False}
 
     def _on_disk(self) -> bool:
-        """Whether all that is recorded is there: a power cut may lose what a kill does not."""
+        """Whether everything recorded is on disk: a power cut may lose what a kill does not."""
         found = self._progress()
         sizes = {"tokens.bin": found["tokens"] * self._dtype.itemsize, "begins.bin": found["begins"] * 8}
         files = {self.folder / name: size for name, size in sizes.items() if size}
@@ -326,7 +324,7 @@ class TokenCache:
             self._say(f"tokens: {self.describe()}")
 
     def _append(self) -> None:
-        """Tokenize the documents that are not there yet. The lock is this process's."""
+        """Tokenize the missing documents. This process holds the lock."""
         found = self._progress()
         if found["whole"]:
             return

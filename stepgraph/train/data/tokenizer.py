@@ -77,7 +77,7 @@ class JsonTokenizer:
         except FileNotFoundError as error:
             folder = str(Path(path).parent)
             make = f"let transformers make it: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
-            said = f"cannot read tokenizer {path}: {error.strerror}; give another by --tokenizer, or {make}"
+            said = f"cannot read tokenizer {path}: {error.strerror}; use another by --tokenizer, or {make}"
             raise ValueError(said) from error
         except OSError as error:
             raise ValueError(f"cannot read tokenizer {path}: {error.strerror}") from error
@@ -139,14 +139,14 @@ def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``.
 
     Raises:
-        ValueError: another form, or a file that is missing or is not a tokenizer.
+        ValueError: a different form, or a file that is missing or is not a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
     if Path(name).is_dir():
-        raise ValueError(f"tokenizer {name} is a folder: give the file, {Path(name, 'tokenizer.json')}")
+        raise ValueError(f"tokenizer {name} is a folder: use the file, {Path(name, 'tokenizer.json')}")
     if not name.endswith(".json"):
-        raise ValueError(f"unknown tokenizer {name!r}: give bytes or PATH/tokenizer.json")
+        raise ValueError(f"unknown tokenizer {name!r}: use bytes or PATH/tokenizer.json")
     return JsonTokenizer(name)
 
 
@@ -253,7 +253,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter of each byte in GPT-2's vocabulary: itself if it prints, else one from 256 on.
+    """The letter of each byte in GPT-2's vocabulary: itself if it prints, else one from 256 upwards.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2, and its code.
     """

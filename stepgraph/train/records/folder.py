@@ -129,7 +129,7 @@ class RunFolder:
         return SummaryWriter(self.path / "tb", purge_step=self._purge_step, flush_secs=10)
 
     def settle(self) -> None:
-        """A run that rewinds has a checkpoint of its own: what it recorded takes the place of what was there."""
+        """A run that rewinds has written a checkpoint: its records replace the later ones."""
         if self._rewinds:
             (self.path / "summary.json").unlink(missing_ok=True)
             self._metrics_file = self._metrics_file.replace(self.path / "metrics.jsonl")

@@ -44,7 +44,7 @@ class RunPage:
         profile: dict[str, Any] | None,
         timed: PipelineTime | None = None,
     ) -> None:
-        """Write the page again, with what was measured. ``program``: None where nothing is captured. ``timed``: what
+        """Write the page again, with measurements. ``program``: None where nothing is captured. ``timed``: what
         the ranks of a pipeline computed in a step, drawn next to the forecast."""
         if self.account is None and program is not None:  # the run ended early
             self.write(program)
@@ -59,7 +59,7 @@ class RunPage:
             "loss": summary.train_loss_nats,
             "val_loss": summary.val_loss_nats,
             "bubble": summary.bubble,
-            # On a CPU it is of the whole process.
+            # On a CPU it is that of the whole process.
             "peak_bytes": summary.peak_mem_gib * 2**30 if on_gpu else None,
         }
         finite = {name: v if v is None or math.isfinite(v) else None for name, v in measured.items()}
@@ -102,7 +102,7 @@ _KEPT = 20
 
 
 class Bubble:
-    """The bubble of a run, by the definition of a forecast: `PipelineTime.bubble` of what all ranks computed.
+    """The bubble of a run, as a forecast defines it: `PipelineTime.bubble` of all ranks' computations.
 
     ``measured``: the computations of the timed step with the median bubble among the latest, on the first data-parallel
     and tensor-parallel ranks; None until `measure`."""

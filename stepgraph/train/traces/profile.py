@@ -1,7 +1,7 @@
 """``--profile 10:13``: a trace of some steps, its kernels named by node and module, and measured times for the page.
 
 A CUDA graph does not say for which node it launches a kernel. One step before it is recorded runs node by node instead,
-each node in a range of its own: a replay's k-th kernel of a name is of the node that launched the k-th then.
+each node in a range of its own: a replay's k-th kernel of a name belongs to the node that launched the k-th then.
 """
 
 import bisect

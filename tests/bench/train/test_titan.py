@@ -66,7 +66,7 @@ def test_what_it_can_do(installed):
         ("golf", [], "it has no such model: choose a llama3 or deepseek-v3 preset"),
         ("llama3-1b", [], "it cannot tie the head to the embedding: add --no-model.tie-embeddings"),
         ("llama3-8b", ["--memory", "budget=0.5"], "it has no counterpart to --memory budget=0.5"),
-        ("llama3-8b", ["--reduce-dtype", "bf16"], "it reduces gradients in fp32 alone: add --reduce-dtype fp32"),
+        ("llama3-8b", ["--reduce-dtype", "bf16"], "it reduces gradients only in fp32: add --reduce-dtype fp32"),
     ],
 )
 def test_what_it_cannot_do(preset, words, reason, installed):

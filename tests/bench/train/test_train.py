@@ -162,7 +162,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "time", clock)  # the time is over when both ranks are there
     config, options = train.parse_train([*TINY, "--mesh", "fsdp=2", "--timeout", "3000"])
     row = train.measure("stepgraph", config, options, torch.device("cpu"), None)
-    assert row.error == "not done after 3000 s" and row.step_ms is None
+    assert row.error == "not finished after 3000 s" and row.step_ms is None
     started = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
     assert len(started) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in started)
 

@@ -33,9 +33,7 @@ def loss_fn(model, x):
 
 def test_what_the_loss_reads_of_a_module_in_the_same_step(check_training):
     model = Balanced(lambda self, y: y.softmax(-1))
-    with pytest.warns(
-        UserWarning, match=r"of the step in model\.aux, model\.seen, and .* leaves there what was before"
-    ):
+    with pytest.warns(UserWarning, match=r"of the step in model\.aux, model\.seen, and .* does not update these"):
         step = stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes="exact")
     assert model.aux is None and model.seen == {}
     with warnings.catch_warnings():

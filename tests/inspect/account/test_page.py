@@ -124,7 +124,7 @@ def test_the_command(tmp_path, capsys):
         ("", "inspect takes a run folder or a preset first: write stepgraph inspect llama3-8b --mesh fsdp=4"),
         (
             "llama3-debug --mesh pp=2 --accumulate 2 --stage 2",
-            "stage=2 of a pipeline of 2 stages: give 0 to 1",
+            "stage=2 of a pipeline of 2 stages: use 0 to 1",
         ),
         ("llama3-debug --mesh fsdp=2 --stage 1", "stage=1 needs a pipeline: add pp=2 to --mesh"),
         (
@@ -136,12 +136,12 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --gpu h300", "--gpu: 'h300' is not one of h100, h200, b200"),
         ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
-        ("{tmp}", "{tmp} has no page.html: give the folder of a run that has finished its first steps"),
+        ("{tmp}", "{tmp} has no page.html: use the folder of a run that has finished its first steps"),
         ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
         ("{tmp}/none.html", "{tmp}/none.html is not there: give a page of stepgraph inspect, a run folder or a preset"),
         (
             "{tmp}/notes.txt",
-            "{tmp}/notes.txt is not a page of stepgraph inspect: give a run folder, a preset or such a page",
+            "{tmp}/notes.txt is not a page of stepgraph inspect: use a run folder, a preset or such a page",
         ),
     ],
 )

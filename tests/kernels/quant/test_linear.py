@@ -68,7 +68,7 @@ def test_its_state_comes_back(kind):
     state = {f"in.{name}": tensor for name, tensor in linear.state_dict().items()}
     nn.ModuleDict({"in": other}).load_state_dict(state)
     assert torch.equal(other.dequantize(), linear.dequantize()) and torch.equal(other.bias, linear.bias)
-    with pytest.raises((ValueError, RuntimeError), match=r"needed are absmax|Missing key|give a checkpoint in fp8"):
+    with pytest.raises((ValueError, RuntimeError), match=r"needed are absmax|Missing key|use a checkpoint in fp8"):
         other.load_state_dict({"weight": torch.zeros(48, 32), "bias": linear.bias})
 
 

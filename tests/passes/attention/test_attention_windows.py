@@ -69,8 +69,8 @@ def test_any_other_mask_is_no_band(data):
         (torch.stack([torch.ones(4, 4).tril() == 1, torch.ones(4, 4) == 1]), "differs"),
         (torch.where(torch.ones(4, 4).tril() == 1, 1.0, -INF), "other values"),
         (torch.where(torch.ones(4, 4).tril() == 1, 0.0, -1e4), "other values"),
-        (torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)) == 1, "no band"),
-        (torch.ones(4, 4).tril(-1) == 1, "no band"),
+        (torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)) == 1, "not a band"),
+        (torch.ones(4, 4).tril(-1) == 1, "not a band"),
     ],
 )
 def test_reasons(mask, reason):
@@ -209,7 +209,7 @@ def padded(q, padding):
     ("make_mask", "options", "reason"),
     [
         (padded, {}, "depends on padding"),
-        (lambda q, padding: distances(q).abs() % 3 == 0, {}, "no band"),
+        (lambda q, padding: distances(q).abs() % 3 == 0, {}, "not a band"),
         (lambda q, padding: distances(q).abs() < torch.randint(9, (), device=q.device), {}, "depends on randint"),
         (sliding, {"dropout": 0.1}, "dropout"),
         (sliding, {"dtype": torch.float32, "op": "efficient"}, "float32"),

@@ -146,7 +146,7 @@ def test_once_they_are_stopped_nobody_waits(started):
 @pytest.mark.parametrize(
     "script, limit, reason",
     [
-        ("import time; time.sleep(60)", 1, "not done within 1 s"),
+        ("import time; time.sleep(60)", 1, "not finished within 1 s"),
         ("pass", 300, "the process that was to compile it has ended"),
     ],
     ids=["hangs", "ends"],

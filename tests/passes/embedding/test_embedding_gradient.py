@@ -92,7 +92,7 @@ def test_what_stays(options, why):
     report = report_of(step)
     assert (report.matched, report.changed) == (1, 0)
     (note,) = report.notes
-    assert note.startswith("embedding_dense_backward") and note.endswith(f"stays as it is: {why}")
+    assert note.startswith("embedding_dense_backward") and note.endswith(f"is left unchanged: {why}")
     assert torch.equal(model.weight.grad, expected.weight.grad)
 
 

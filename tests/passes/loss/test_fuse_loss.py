@@ -280,7 +280,7 @@ def in_float64(model, batch):
 def test_left_as_it_is(loss_fn, why):
     report = check(Head(), loss_fn, batch_of_classes(), 0, tolerance=0)
     (note,) = report.notes
-    assert note.startswith("_log_softmax") and note.endswith(f"stays as it is: {why}")
+    assert note.startswith("_log_softmax") and note.endswith(f"is left unchanged: {why}")
     assert report.summary.startswith("0 of 1 cross entropies")
 
 

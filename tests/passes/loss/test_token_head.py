@@ -516,7 +516,7 @@ def test_left_as_it_is(loss_fn):
     loss, mine, _, report = gradients(model, loss_fn, ids, [FUSE.with_options(chunks=2)])
     (note,) = report.notes
     assert (report.matched, report.changed) == (1, 0)
-    assert "of which labels are gathered, stays as it is: " in note and "log-probabilities of" not in report.summary
+    assert "of which labels are gathered, is left unchanged: " in note and "log-probabilities of" not in report.summary
     torch.testing.assert_close(loss, expected)
     for name, grad in grads.items():
         torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=1e-6)

@@ -63,7 +63,7 @@ def test_the_simulated_peak_is_under_the_one_asked_for(share):
     seconds = [price for _, price in report.peak_curve]
     peaks = [peak for peak, _ in report.peak_curve]
     assert peaks == sorted(peaks, reverse=True) and min(peaks) < asked < max(peaks) and seconds[0] == 0 < seconds[-1]
-    assert any(re.match(r"peak of the step and what it costs.* GiB \+0 ms, ", note) for note in report.notes)
+    assert any(re.match(r"forecast peak of the step and its cost.* GiB \+0 ms, ", note) for note in report.notes)
     assert any(re.match(r"(recomputed|offloaded): \d+ x .+ of \S+ in layers\.\*", note) for note in report.notes)
 
 

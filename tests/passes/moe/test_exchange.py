@@ -114,7 +114,7 @@ def test_rows_of_one_rank_are_copied_in_fp8():
     (losses, model, _), (found, other, step) = map(one_rank, (False, True))
     assert all(map(torch.equal, losses, found))
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-    assert report_of(step, "exchange_fp8").summary == "2 of 2 casts of experts' rows where the tokens are"
+    assert report_of(step, "exchange_fp8").summary == "2 of 2 casts of expert rows before the exchange"
     copied = [n for n in step.graph.graph.find_nodes(op="call_function", target=ours.gather_rows.default)]
     assert {phase_of(n) for n in copied if n.meta["val"].dtype == torch.uint8} == {"forward", "backward"}
 
@@ -123,4 +123,4 @@ def test_rows_that_gradients_of_weights_read_in_bf16_stay():
     *_, step = one_rank(True, "rowwise-bf16-weight-gradients")
     report = report_of(step, "exchange_fp8")
     assert report.changed == 0
-    assert report.notes == ["2 stay where the experts are: stepgraph.grouped_mm_weight reads the rows too"]
+    assert report.notes == ["2 stay after the exchange:  stepgraph.grouped_mm_weight reads the rows too"]

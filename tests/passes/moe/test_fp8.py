@@ -111,14 +111,14 @@ def test_the_bits_of_products_that_are_cast_by_hand(recipe):
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
     report = next(r for r in step.report if r.name == "fp8_experts")
     counts = {"rowwise": 5, "rowwise-bf16-weight-gradients": 3}
-    assert report.summary == f"{counts[recipe]} of 5 products of experts' rows in fp8"
+    assert report.summary == f"{counts[recipe]} of 5 products of expert rows in fp8"
     assert not [n for n in report.notes if "by the recipe" not in n]
 
 
 @pytest.mark.parametrize(
     ("sizes", "options", "why"),
     [
-        ({"dtype": torch.float32}, {}, "3 stay in bf16: float32, and fp8 takes the place of bf16 alone"),
+        ({"dtype": torch.float32}, {}, "3 stay in bf16: float32, and fp8 replaces only bf16"),
         ({"D": 24}, {}, "2 stay in bf16: 24 x 24 is not a multiple of 16 in both dimensions"),
         ({"D": 32}, {"skip": ("layers.0.*",)}, "2 stay in bf16: fp8_skip=layers.0.*"),
         ({"D": 32, "R": 64}, {"unprofitable": False}, "64 rows of 24 x 32 save nothing: "),

@@ -58,7 +58,7 @@ def check_ranks(exchange, chunks, memory):
     assert all(map(torch.equal, losses, found))
     assert_same_state(model, other)
     report, n = report_of(step), LAYERS * chunks
-    assert report.summary == f"{n} of {n} SwiGLUs of experts' rows by our kernels" and not report.notes
+    assert report.summary == f"{n} of {n} SwiGLUs of expert rows in our kernels" and not report.notes
     kept, least = (Plan(s.graph).kept_bytes(set()) for s in (before, step))
     assert 0 < least <= kept
     assert count(before) == [0, 0] and count(step) == [n if memory == "none" else 2 * n, n]
@@ -214,7 +214,7 @@ def test_without_a_gradient_forward_alone():
 @pytest.mark.parametrize(
     ("gated", "offsets", "why"),
     [
-        (returned, None, "something else than grouped products reads it"),
+        (returned, None, "something other than grouped products reads it"),
         (up_returned, None, "something else reads gate, up or silu"),
         (silu_returned, None, "something else reads gate, up or silu"),
     ],
@@ -222,7 +222,7 @@ def test_without_a_gradient_forward_alone():
 def test_what_something_else_reads_stays_and_the_report_says_why(gated, offsets, why):
     report, step = check(Experts(gated, offsets=offsets))
     assert (report.matched, report.changed, count(step)) == (1, 0, [0, 0])
-    assert len(report.notes) == 1 and report.notes[0].endswith(f" stays as it is: {why}")
+    assert len(report.notes) == 1 and report.notes[0].endswith(f" is left unchanged: {why}")
 
 
 @pytest.mark.parametrize(

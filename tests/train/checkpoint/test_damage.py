@@ -58,8 +58,8 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(saved, name):
     newest = checkpointer.latest()
     (newest / name).unlink()
     os.mkfifo(newest / name)
-    assert f"{name} is no file" in refused(checkpointer, newest, "is damaged")
-    with pytest.warns(UserWarning, match=f"is skipped: {name} is no file"):
+    assert f"{name} is not a file" in refused(checkpointer, newest, "is damaged")
+    with pytest.warns(UserWarning, match=f"is skipped: {name} is not a file"):
         assert checkpointer.latest() != newest
 
 
@@ -212,17 +212,17 @@ def test_resolve_says_what_is_there(tmp_path):
     (tmp_path / "killed" / "config.json").touch()
     (tmp_path / "whole" / "checkpoints" / "step-00000050").mkdir(parents=True)
     for path, match in [
-        (tmp_path / "nowhere", "nowhere is not there; give a run folder"),
+        (tmp_path / "nowhere", "nowhere is not there; use a run folder"),
         (
             tmp_path / "whole" / "checkpoints" / "step-50",
-            "is not there; .*checkpoints has step-00000050: give one of them",
+            "is not there; .*checkpoints has step-00000050: use one of them",
         ),
         (other / "a", "a is a file"),
         (empty, "empty holds no checkpoint yet"),
         (tmp_path / "killed", "the run .*killed has no checkpoint, and one is written every --checkpoint-every"),
         (run, "checkpoints holds no checkpoint yet"),
         (run / "checkpoints", "checkpoints holds no checkpoint yet"),
-        (other, r"other is not a checkpoint: it holds a, b, c, d, e and 2 more; give a run folder .* manifest\.json"),
+        (other, r"other is not a checkpoint: it holds a, b, c, d, e and 2 more; use a run folder .* manifest\.json"),
     ]:
         with pytest.raises(ValueError, match=match) as caught:
             resolve(path)

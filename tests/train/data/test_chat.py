@@ -214,7 +214,7 @@ def test_long_conversations_are_told(folder, tmp_path):
     )
     rows = [{"messages": conversation([("hi", "")])[:1]}] * 20
     silent = open_data(write(tmp_path / "b.jsonl", rows), str(folder / "tokenizer.json"))
-    with pytest.raises(ValueError, match="no message of the role assistant is in the first 44 tokens: give"):
+    with pytest.raises(ValueError, match="no assistant message is in the first 44 tokens: give"):
         validation_batches(silent.source, silent.tokenizer, n=1, **options)
     with pytest.warns(
         UserWarning,
@@ -223,7 +223,7 @@ def test_long_conversations_are_told(folder, tmp_path):
         loader = PackedLoader(silent.source, silent.tokenizer, **options)
         loader.tokens.wait(10**9)
         loader.tokens.close()
-    with pytest.raises(ValueError, match=r"b.jsonl has nothing to train on: no message of the role assistant is in"):
+    with pytest.raises(ValueError, match=r"b.jsonl has nothing to train on: no assistant message is in"):
         loader.ready()  # and not for ever
     (batch,) = validation_batches(data.source, data.tokenizer, n=1, batch_size=1, seq_len=44)
     assert (batch["targets"] >= 0).any() and (batch["targets"] == -100).any()
@@ -232,13 +232,13 @@ def test_long_conversations_are_told(folder, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ([{"messages": "hello"}], r"a.jsonl:1: 'messages' is str: give a list of messages such as"),
+        ([{"messages": "hello"}], r"a.jsonl:1: 'messages' is str: use a list of messages such as"),
         ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'content' of message 1 of 'messages' is missing: give"),
-        ([{"messages": []}], r"a.jsonl:1: 'messages' is empty: give a list of messages such as"),
-        ([{"messages": ["hello"]}], r"a.jsonl:1: message 1 of 'messages' is str: give a list of messages such as"),
+        ([{"messages": []}], r"a.jsonl:1: 'messages' is empty: use a list of messages such as"),
+        ([{"messages": ["hello"]}], r"a.jsonl:1: message 1 of 'messages' is str: use a list of messages such as"),
         (
             [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
-            r"a.jsonl:1: 'content' of message 1 of 'messages' is list, not a string: give a list of messages such as",
+            r"a.jsonl:1: 'content' of message 1 of 'messages' is list, not a string: use a list of messages such as",
         ),
         (
             [{"messages": [{"role": "user", "content": "x"}], "tools": [{}]}],
@@ -256,14 +256,14 @@ def test_bad_conversations_are_one_line(rows, says, folder, tmp_path):
 def test_conversations_need_a_template_and_more_than_one(folder, tmp_path):
     good = {"messages": conversation([("Hi", "Ho")])}
     data = write(tmp_path / "a.jsonl", [good, good])
-    with pytest.raises(ValueError, match="bytes have no chat template: give --tokenizer"):
+    with pytest.raises(ValueError, match="bytes have no chat template: use --tokenizer"):
         open_data(data)
     plain = tokenizers.Tokenizer(models.WordLevel({"</s>": 0, "Hi": 1}, "Hi"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     plain.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match="has no chat template next to it"):
         open_data(data, str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="holds one conversation: give two or more"):
+    with pytest.raises(ValueError, match="holds one conversation: use two or more"):
         open_data(write(tmp_path / "b.jsonl", [good]), str(folder / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"c.jsonl:2: no field 'messages' \(it has text\)"):
         open_data(write(tmp_path / "c.jsonl", [good, {"text": "x"}]), str(folder / "tokenizer.json")).source.read(1)

@@ -70,9 +70,9 @@ def test_a_text_field_comes_first(tmp_path):
         ({"instruction": "Hi", "output": "a", "history": ["Hi"]}, "'content' of message 1 of 'instruction' is dict"),
         (
             {"messages": [SYSTEM, ASKED], "system": "Be cruel"},
-            "'system' is no string, or not what the conversation's own",
+            "'system' is not a string, or not what the conversation's own",
         ),
-        ({"messages": [ASKED, SAID], "system": ["Be kind"]}, "'system' is no string"),
+        ({"messages": [ASKED, SAID], "system": ["Be kind"]}, "'system' is not a string"),
         ({"messages": [ASKED, SAID], "functions": [{"name": "f"}]}, "conversations with tools are not trained on"),
         ({"messages": [SAID | {"function_call": {"name": "f"}}]}, "conversations with tools are not trained on"),
     ],
@@ -111,8 +111,8 @@ def test_a_pair_is_two_conversations_and_the_prompt_is_not_learned(tmp_path, suf
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"chosen": "a", "rejected": "b"}, "answers without a prompt: give the field 'prompt'"),
-        ({"prompt": "Hi", "chosen": "a", "rejected": 3}, "'rejected' is int: give a list of messages"),
+        ({"chosen": "a", "rejected": "b"}, "answers without a prompt: add the field 'prompt'"),
+        ({"prompt": "Hi", "chosen": "a", "rejected": 3}, "'rejected' is int: use a list of messages"),
         ({"prompt": "Hi", "chosen": ["a"], "rejected": ["b"]}, "message 2 of 'chosen' is str"),
         ({"prompt": "Hi", "chosen": "a"}, "no field 'rejected' .it has prompt, chosen"),
     ],

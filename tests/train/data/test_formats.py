@@ -235,14 +235,14 @@ def test_unknown_form_is_refused_with_the_allowed_ones(data):
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
 def test_missing_empty_and_folder_are_refused(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
-    assert refusal(str(path)) == f"cannot read data {path}: No such file or directory; give the path of a readable file"
+    assert refusal(str(path)) == f"cannot read data {path}: No such file or directory; use the path of a readable file"
     path.touch()
-    assert refusal(str(path)) == f"{path} is empty: give a file with text"
+    assert refusal(str(path)) == f"{path} is empty: use a file with text"
     path.unlink()
     path.mkdir()
-    assert refusal(str(path)) == f"{path} is a folder: give a file"
+    assert refusal(str(path)) == f"{path} is a folder: use a file"
     os.mkfifo(tmp_path / f"pipe.{suffix}")  # to open it would wait for a writer
-    assert refusal(str(tmp_path / f"pipe.{suffix}")).endswith("which cannot be read again: give a file")
+    assert refusal(str(tmp_path / f"pipe.{suffix}")).endswith("which cannot be read again: use a file")
 
 
 def test_jsonl_of_blank_lines_is_refused(tmp_path):
@@ -354,10 +354,10 @@ def test_bad_tokenizers_are_refused(tmp_path, tokenizer_json):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert message("byte") == "unknown tokenizer 'byte': give bytes or PATH/tokenizer.json"
+    assert message("byte") == "unknown tokenizer 'byte': use bytes or PATH/tokenizer.json"
     missing = message(tmp_path / "tokenizer.json")
     assert "No such file" in missing and "let transformers make it" in missing
-    assert "is a folder: give the file" in message(tokenizer_json.parent)
+    assert "is a folder: use the file" in message(tokenizer_json.parent)
     content = tokenizer_json.read_text()
     path = tmp_path / "tokenizer.json"
     for bad, reason in [

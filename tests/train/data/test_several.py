@@ -126,7 +126,7 @@ def test_a_packed_file_is_unpacked_once_and_its_stamp_is_its_own(tmp_path):
         open_data(str(path))
     for name in ("b.jsonl.gz", "b.txt.gz") * 2:  # again with the copy of the first time
         (tmp_path / name).exists() or (tmp_path / name).write_bytes(gzip.compress(b""))
-        with pytest.raises(ValueError, match=rf"{name} is empty: give a file with text"):
+        with pytest.raises(ValueError, match=rf"{name} is empty: use a file with text"):
             open_data(str(tmp_path / name))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz is not a readable gzip file .*: copy or download it again"):

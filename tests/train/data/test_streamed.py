@@ -199,13 +199,13 @@ def test_in_a_mixture_it_gives_its_share(data, tmp_path):
 def test_what_cannot_be_read_is_one_line(data, tmp_path):
     folder = data.removeprefix("hf-stream:")
     assert "no field 'body' (it has id, text): name the one" in refusal(open_parts, data, "body")
-    assert "cannot be joined with others, as it is streamed: give weights" in refusal(
+    assert "cannot be joined with others, as it is streamed: use weights" in refusal(
         open_parts, f"{data},{folder}/train-00.parquet"
     )
     assert "cannot load hf-stream:./no/such" in refusal(open_parts, "hf-stream:./no/such")
     assert "give hf-stream:NAME or hf-stream:NAME:CONFIG" in refusal(open_parts, "hf-stream:nobody/has-this:config")
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "disk")
-    assert f"give hf:{tmp_path}/disk" in refusal(open_parts, f"hf-stream:{tmp_path}/disk")
+    assert f"use hf:{tmp_path}/disk" in refusal(open_parts, f"hf-stream:{tmp_path}/disk")
     (tmp_path / "test.jsonl").write_text('{"text": "a"}\n')
     assert "has the splits test: a split named train is needed" in refusal(open_parts, f"hf-stream:{tmp_path}")
 

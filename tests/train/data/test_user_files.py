@@ -53,10 +53,10 @@ READ = {
 REFUSED = {
     "content null": (
         lines(lambda i: only(ask("x"), answer(None))),
-        "'content' of message 2 .* is missing: give a list",
+        "'content' of message 2 .* is missing: use a list",
     ),
-    "messages null": (lines(lambda i: {"messages": None}), "'messages' is NoneType: give a list of messages"),
-    "messages as text": (lines(lambda i: {"messages": "[]"}), "'messages' is str: give a list of messages"),
+    "messages null": (lines(lambda i: {"messages": None}), "'messages' is NoneType: use a list of messages"),
+    "messages as text": (lines(lambda i: {"messages": "[]"}), "'messages' is str: use a list of messages"),
     "text null": (lines(lambda i: chat(i, text=None)), "'text' is NoneType, not a string"),
     "other fields": (lines(lambda i: {"question": "x", "answer": "y"}), "no field 'text' .it has question, answer"),
     "from and value": (
@@ -126,7 +126,7 @@ TALKS = [chat(i)["messages"] for i in range(N)]
         ({"text": [[text] for text in TEXTS]}, "'text' is list, not a string"),
         ({"text": [text.encode() for text in TEXTS]}, "'text' is bytes, not a string"),
         ({"doc": [{"text": text} for text in TEXTS]}, "no field 'text' .it has doc"),
-        ({"messages": [json.dumps(talk) for talk in TALKS]}, "'messages' is str: give a list"),
+        ({"messages": [json.dumps(talk) for talk in TALKS]}, "'messages' is str: use a list"),
         ({"text": pyarrow.array([], pyarrow.string())}, "holds no rows"),
     ],
 )

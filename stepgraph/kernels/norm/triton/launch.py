@@ -50,7 +50,7 @@ def source_of(
     cooperative: bool,
     dependent: bool = False,
 ) -> TritonSource:
-    """What to compile: ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are no multiples
+    """What to compile: ``kernel``, whose leading parameters have ``kinds``; pointers at ``unaligned`` are not multiples
     of 16."""
     names, constants = kernel.arg_names, constants_of(constants, unaligned)
     signature = dict(zip(names, kinds, strict=False)) | dict.fromkeys(constants, "constexpr")
@@ -186,7 +186,7 @@ class Launch:
         self.start(stream, *tensors)
 
     def source(self, tensors: Sequence[torch.Tensor | None], unaligned: Sequence[int]) -> TritonSource:
-        """What a launch with ``tensors`` is compiled from; those at ``unaligned`` are no multiples of 16."""
+        """What a launch with ``tensors`` is compiled from; those at ``unaligned`` are not multiples of 16."""
         return source_of(self.kernel, kinds_of(tensors, self.numbers), unaligned, self.constants, **self.options)
 
     def _compiled(self, kinds: tuple[str, ...], unaligned: tuple[int, ...]) -> CompiledKernel:

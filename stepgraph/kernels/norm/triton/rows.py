@@ -7,7 +7,7 @@ do not merge (a permutation of three dimensions) are copied. A kernel is given s
 power of two up to 16 that divides both, and multiplies them back: the compiler then knows their alignment and loads 16
 bytes at a time.
 
-Consecutive rows whose length is no multiple of 16 bytes begin anywhere within 16 bytes, but every
+Consecutive rows whose length is not a multiple of 16 bytes begin anywhere within 16 bytes, but every
 ``PERIOD``-th at the same place. A program takes rows ``PERIOD`` apart, and reads each from ``shift`` elements before
 it, a multiple of ``SHIFT`` elements (16 bytes): so loads are whole vectors there too, and columns lie the same in all
 of its rows. The last vector may reach past the end of a tensor, within 16 bytes that hold the tensor's last element.
@@ -137,7 +137,7 @@ def tile_mask(valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.c
 
 @triton.jit
 def trimmed(value, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
-    """A tile as it was read, with zeros for what is not of its rows."""
+    """A tile as read, with zeros outside its rows."""
     if FULL or SHIFT == 1:
         return value
     else:

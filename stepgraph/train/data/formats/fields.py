@@ -15,7 +15,7 @@ _CHOICES = tuple(PAIR.split(","))
 _ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")  # ShareGPT's
 _SYSTEM = ("system", "system_prompt")  # next to a conversation: how it begins
 TOOLS = ("tools", "functions")  # what the assistant may call, which templates would have to be given
-NO_TOOLS = ("[]", "{}", "null")  # as a column of text has it
+NO_TOOLS = ("[]", "{}", "null")  # as text in a column
 
 
 def field_of(names: Iterable[str], text_field: str, where: str) -> tuple[str, bool, str]:
@@ -65,13 +65,13 @@ def _begun(row: Mapping[str, Any], messages: Any, where: str) -> Any:
     own = next((m for m in messages[:1] if isinstance(m, dict) and m.get("role") == "system"), None)
     if not isinstance(told[1], str) or (own is not None and own.get("content") != told[1]):
         raise ValueError(
-            f"{where}: {told[0]!r} is no string, or not what the conversation's own system message says: leave it out"
+            f"{where}: {told[0]!r} is not a string, or differs from the conversation's own system message: leave it out"
         )
     return messages if own else [{"role": "system", "content": told[1]}, *messages]
 
 
 def _messages(row: Mapping[str, Any], field: str) -> Any:
-    """What a row says as a list of messages, as far as it has the form that ``field`` begins."""
+    """A row as a list of messages, if it has the form that ``field`` starts."""
     match field, row[field]:
         case "conversations", [*turns]:
             keys = {"from": "role", "value": "content"}
@@ -106,7 +106,7 @@ def _pair(row: Mapping[str, Any], where: str) -> Iterator[tuple[Any, str, str]]:
     the prompt, of which a conversation may have a copy."""
     prompt = row.get("prompt")
     if prompt is None and any(isinstance(row.get(name), str) for name in _CHOICES):
-        raise ValueError(f"{where}: answers without a prompt: give the field 'prompt', or lists of messages")
+        raise ValueError(f"{where}: answers without a prompt: add the field 'prompt', or lists of messages")
     prompt, *sides = (
         [{"role": who, "content": said}] if isinstance(said, str) else said
         for who, said in (("user", prompt or []), *(("assistant", row.get(name)) for name in _CHOICES))
@@ -142,11 +142,11 @@ def encoded(value: object, where: str, field: str) -> bytes:
 
 
 def conversation(value: object, where: str, field: str) -> bytes:
-    """The messages of a conversation as JSON. ``ValueError`` for anything but a list of roles with what they say.
+    """The messages of a conversation as JSON. ``ValueError`` for anything but a list of roles with their content.
 
     Keys without a value are left out: a column of messages has all messages' keys in each.
     """
-    fix = 'give a list of messages such as {"role": "user", "content": "Hello"}'
+    fix = 'use a list of messages such as {"role": "user", "content": "Hello"}'
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: {field!r} is {'empty' if value == [] else type(value).__name__}: {fix}")
     messages = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in value]

@@ -44,12 +44,12 @@ class TextFile(FileSource):
             _check_utf8(name, text)
             spans = _text_spans(text)
             if not spans:
-                raise ValueError(f"{name} holds no text, only white space: give a file with text")
+                raise ValueError(f"{name} holds no text, only white space: use a file with text")
             self._one_document = len(spans) == 1
             if self._one_document:
                 start, end = spans[0]
                 if end - start < 2:
-                    raise ValueError(f"{name} holds one document of 1 byte: too little to split; give more text")
+                    raise ValueError(f"{name} holds one document of 1 byte: too little to split; use more text")
                 bounds, self.train, self.val = cut_sections(text, start, end)
                 self._starts, self._ends = bounds[:-1], bounds[1:]
                 self.unit = "sections"
@@ -90,7 +90,7 @@ class JsonLines(FileSource):
                 numbers.append(number)
             position += len(line)
         if not offsets:
-            raise ValueError(f"{name} holds no documents, only blank lines: give a JSON object per line")
+            raise ValueError(f"{name} holds no documents, only blank lines: use a JSON object per line")
         self._offsets, self._numbers = np.array(offsets), np.array(numbers)
         first, where = self._record(0)
         self.field, self.chat, self.unit = field_of(first, text_field, where)
@@ -112,7 +112,7 @@ class JsonLines(FileSource):
         except UnicodeDecodeError as error:
             raise ValueError(f"{where}: not UTF-8 (byte 0x{line[error.start]:02x}): convert it to UTF-8") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not valid JSON ({error}): give a JSON object per line") from error
+            raise ValueError(f"{where}: not valid JSON ({error}): use a JSON object per line") from error
         if not isinstance(record, dict):
             raise ValueError(f"{where}: a JSON {type(record).__name__}, not an object with the field {self.field!r}")
         return record, where
@@ -138,7 +138,7 @@ class Parquet(FileSource):
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         if not sum(rows):
-            raise ValueError(f"{path} holds no rows: give a file with text in the column {text_field!r}")
+            raise ValueError(f"{path} holds no rows: use a file with text in the column {text_field!r}")
         self.blocks = np.repeat(np.arange(len(rows)), rows)
         self._first_row = np.concatenate(([0], np.cumsum(rows)))
         self._group: tuple[int, Any] = (-1, None)  # the row group in memory: its number, its columns
@@ -208,7 +208,7 @@ def unpacked(path: Path) -> Path:
     if not target.exists():
         _unpack(path, target)
     if not target.stat().st_size:
-        raise ValueError(f"{path} is empty: give a file with text")
+        raise ValueError(f"{path} is empty: use a file with text")
     return target
 
 

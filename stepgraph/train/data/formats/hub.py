@@ -33,7 +33,7 @@ class HuggingFace(Source):
         require_train(self.name, loaded)
         parts = [loaded[split] for split in ("train", "validation") if split in loaded and len(loaded[split])]
         if not len(loaded["train"]):
-            raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
+            raise ValueError(f"{self.name} has no rows in its train split: use a dataset with text")
         for part in parts:
             self.field, self.chat, self.unit = field_of(part.column_names, text_field, self.name)
         self._parts = [part.select_columns(columns_of(part.column_names, self.field, self.chat)) for part in parts]
@@ -75,12 +75,12 @@ def require_train(name: str, splits: object) -> None:
 
 
 def cannot_load(name: str, error: Exception, datasets: ModuleType) -> ValueError:
-    """The line for what the library raised."""
+    """The error line for the library's exception."""
     generating = isinstance(error, datasets.exceptions.DatasetGenerationError)
     told = error.__cause__ if generating and error.__cause__ else error
     reason = (str(told).splitlines() or [type(told).__name__])[0]
     form = name.partition(":")[0]
-    return ValueError(f"cannot load {name} ({reason}): give {form}:NAME or {form}:NAME:CONFIG")
+    return ValueError(f"cannot load {name} ({reason}): use {form}:NAME or {form}:NAME:CONFIG")
 
 
 _BLOCK = 4096  # rows of which it is found out together which are for validation
@@ -103,7 +103,7 @@ class Streamed(Corpus):
         datasets = optional("datasets", f"reading {self.name}")
         name, config = parts_of(spec)
         if saved_to_disk(name):
-            raise ValueError(f"{self.name} was written by save_to_disk and is here already: give hf:{spec}")
+            raise ValueError(f"{self.name} was written by save_to_disk and is here already: use hf:{spec}")
         try:
             builder = datasets.load_dataset_builder(name, config)
             splits = builder.as_streaming_dataset()
@@ -112,7 +112,7 @@ class Streamed(Corpus):
             raise cannot_load(self.name, error, datasets) from error
         require_train(self.name, splits)
         if first is None:
-            raise ValueError(f"{self.name} has no rows in its train split: give a dataset with text")
+            raise ValueError(f"{self.name} has no rows in its train split: use a dataset with text")
         self.field, self.chat, self.unit = field_of(first, text_field, self.name)
         self._decode(first, 0, 0)
         self._columns = columns_of(first, self.field, self.chat)
@@ -158,7 +158,7 @@ class Streamed(Corpus):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for files of the same names, wherever they lie and whichever commit they are of."""
+        """Equal for files of the same names, wherever they are and from whichever commit."""
         folders = {os.path.dirname(path) for path in self._paths if "://" not in path}
         root = os.path.commonpath(folders) if folders else ""
         names = [os.path.relpath(p, root) if "://" not in p else re.sub(r"@[0-9a-f]{7,}", "", p) for p in self._paths]
