@@ -423,7 +423,7 @@ def test_an_error_for_people_is_one_line_and_a_defect_keeps_its_traceback(monkey
 
     install(monkeypatch, "train.trainer", run=refuse)
     assert exit_status("train") == 2
-    assert capsys.readouterr().err == "error: data file is empty: use another\n"
+    assert capsys.readouterr().err == "error: data file is empty: give another\n"
     install(monkeypatch, "train.trainer", run=break_down)
     with pytest.raises(RuntimeError, match="a defect"):
         cli.main(["train"])

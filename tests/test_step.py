@@ -139,7 +139,7 @@ def test_a_value_of_the_batch_that_is_another_one_in_each_form_is_named():
         for i in range(1, 5):
             step({"x": x, "of": {"id": i}})
     (message,) = [str(one.message) for one in told]
-    assert message.startswith("batch['of']['id'] has another value in each of 4 forms")
+    assert message.startswith("batch['of']['id'] differs in each of 4 variants")
 
 
 def test_plain_values_in_the_batch(traces):

@@ -162,7 +162,7 @@ def test_models_that_are_refused(world):
     with pytest.raises(ValueError, match=r"^tp=8 does not divide dimension 0 of embed.weight, 130; try tp=5$"):
         parallelize(Llama3(TINY), Mesh(MeshSpec.parse("tp=8"), "cpu"), TP_PLAN)
     mesh = Mesh(MeshSpec.parse("fsdp=4,tp=2"), "cpu")
-    with pytest.raises(ValueError, match=r"^mesh fsdp=4,tp=2 splits tensors and the model has no plan; use plan="):
+    with pytest.raises(ValueError, match=r"^mesh fsdp=4,tp=2 splits tensors and the model has no plan; pass plan="):
         parallelize(Llama3(TINY), mesh)
     model = parallelize(Llama3(TINY), mesh, TP_PLAN)
     with pytest.raises(ValueError, match=r"^the model is parallel already; build a new one"):

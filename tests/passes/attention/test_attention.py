@@ -318,7 +318,7 @@ def test_auto_on_hopper(shape, chosen):
     report = rewritten(step)
     assert count(step, FORWARD[chosen]) == 1 and f"1 by {chosen}" in report.summary
     assert any("layers.0.attn" in note and note.startswith(chosen) for note in report.notes)
-    assert any("bit for bit" in note for note in report.notes)
+    assert any("deterministic" in note for note in report.notes)
 
 
 def test_auto_without_the_package_says_what_it_would_give(fa4):

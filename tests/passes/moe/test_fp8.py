@@ -145,7 +145,7 @@ def test_gradients_of_weights_that_read_packed_rows_save_time():
 def test_the_capability_of_the_gpu_and_rows_that_nothing_reads():
     step = products(F=32, D=32)
     (report,) = run_passes(step, [get("fp8_experts", unprofitable=True)], target=Target("cuda", capability=(8, 9)))
-    assert report.notes == ["3 stay in bf16: torch multiplies groups in fp8 on compute capability 9.0 alone"]
+    assert report.notes == ["3 stay in bf16: torch multiplies groups in fp8 only on compute capability 9.0"]
     for node in step.graph.find_nodes(op="call_function", target=ours.grouped_mm.default):
         node.kwargs = {"zero_rest": False}
     *_, report = run_passes(step, [get("fp8_experts", unprofitable=True)], target=Target("cuda", capability=(9, 0)))

@@ -204,7 +204,7 @@ def test_long_conversations_are_told(folder, tmp_path):
     chats = [conversation([("q" * (10 * (i % 3)), "a" * 30)]) for i in range(40)]
     data = open_data(write(tmp_path / "a.jsonl", [{"messages": c} for c in chats]), str(folder / "tokenizer.json"))
     options = {"batch_size": 2, "seq_len": 44}
-    with pytest.warns(UserWarning, match=r"conversations are cut to seq_len=44 tokens, and \d+ left out"):
+    with pytest.warns(UserWarning, match=r"conversations are cut to seq_len=44 tokens, and \d+ dropped"):
         loader = PackedLoader(data.source, data.tokenizer, cache=tmp_path, **options)
         loader.tokens.wait(10**9)
         loader.tokens.close()
@@ -218,7 +218,7 @@ def test_long_conversations_are_told(folder, tmp_path):
         validation_batches(silent.source, silent.tokenizer, n=1, **options)
     with pytest.warns(
         UserWarning,
-        match=r"b.jsonl: 1\d conversations are left out, in which no message .* says anything$",
+        match=r"b.jsonl: 1\d conversations are left out, in which no assistant message has content$",
     ):
         loader = PackedLoader(silent.source, silent.tokenizer, **options)
         loader.tokens.wait(10**9)
@@ -233,7 +233,7 @@ def test_long_conversations_are_told(folder, tmp_path):
     ("rows", "says"),
     [
         ([{"messages": "hello"}], r"a.jsonl:1: 'messages' is str: use a list of messages such as"),
-        ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'content' of message 1 of 'messages' is missing: give"),
+        ([{"messages": [{"role": "user"}]}], r"a.jsonl:1: 'content' of message 1 of 'messages' is missing: use"),
         ([{"messages": []}], r"a.jsonl:1: 'messages' is empty: use a list of messages such as"),
         ([{"messages": ["hello"]}], r"a.jsonl:1: message 1 of 'messages' is str: use a list of messages such as"),
         (

@@ -70,7 +70,7 @@ def test_a_text_field_comes_first(tmp_path):
         ({"instruction": "Hi", "output": "a", "history": ["Hi"]}, "'content' of message 1 of 'instruction' is dict"),
         (
             {"messages": [SYSTEM, ASKED], "system": "Be cruel"},
-            "'system' is not a string, or not what the conversation's own",
+            "'system' is not a string, or differs from the conversation's own",
         ),
         ({"messages": [ASKED, SAID], "system": ["Be kind"]}, "'system' is not a string"),
         ({"messages": [ASKED, SAID], "functions": [{"name": "f"}]}, "conversations with tools are not trained on"),

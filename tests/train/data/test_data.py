@@ -182,8 +182,8 @@ def test_state_of_another_stream_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=rf"^the saved data position has {key}=.*this run has {key}=.*$"):
             packed.load_state_dict(other.state_dict())
     for state, message in [
-        (loader(same_shape).state_dict(), "is of another --data, or of what was there then"),
-        (before | {"tokenizer": "other"}, "is of another --tokenizer"),
+        (loader(same_shape).state_dict(), "belongs to another --data, or its content has changed"),
+        (before | {"tokenizer": "other"}, "belongs to another --tokenizer"),
         ({"epoch": 0}, "lacks 'row': it belongs to another kind of --data; resume with that kind"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -229,7 +229,7 @@ def test_hf_what_cannot_be_loaded_is_refused(tmp_path, hf_cache):
 
 @pytest.mark.parametrize("data", ["stdlb", "corpus.csv", "hf:", "hf-stream:", "", "folder/"])
 def test_unknown_form_is_refused_with_the_allowed_ones(data):
-    assert "give stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet, hf:NAME or hf-stream:NAME" in refusal(data)
+    assert "use stdlib, FILE.jsonl or FILE.txt (or with .gz), FILE.parquet, hf:NAME or hf-stream:NAME" in refusal(data)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "txt", "parquet"])
@@ -343,7 +343,7 @@ def test_packing_with_a_real_tokenizer(tmp_path, tokenizer_json):
     order = bundle.source.order(bundle.source.train)
     assert [bundle.tokenizer.decode(piece) for piece in pieces] == [LINES[i] for i in order] and not len(last)
     bytes_loader = PackedLoader(bundle.source, ByteTokenizer(), batch_size=3, seq_len=32, seed=5)
-    with pytest.raises(ValueError, match="is of another --tokenizer"):
+    with pytest.raises(ValueError, match="belongs to another --tokenizer"):
         packed.load_state_dict(bytes_loader.state_dict())
 
 

@@ -91,7 +91,7 @@ def test_other_weights_or_data_are_not_gone_on_with():
     with pytest.raises(ValueError, match="of one source, and --data is a mixture"):
         loader.load_state_dict({"epoch": 0})
     state["parts"][1]["data"] = "other"
-    with pytest.raises(ValueError, match=r"^b: the saved data position is of another --data"):
+    with pytest.raises(ValueError, match=r"^b: the saved data position belongs to another --data"):
         loader.load_state_dict(state)
 
 

@@ -203,7 +203,7 @@ def test_what_cannot_be_read_is_one_line(data, tmp_path):
         open_parts, f"{data},{folder}/train-00.parquet"
     )
     assert "cannot load hf-stream:./no/such" in refusal(open_parts, "hf-stream:./no/such")
-    assert "give hf-stream:NAME or hf-stream:NAME:CONFIG" in refusal(open_parts, "hf-stream:nobody/has-this:config")
+    assert "use hf-stream:NAME or hf-stream:NAME:CONFIG" in refusal(open_parts, "hf-stream:nobody/has-this:config")
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "disk")
     assert f"use hf:{tmp_path}/disk" in refusal(open_parts, f"hf-stream:{tmp_path}/disk")
     (tmp_path / "test.jsonl").write_text('{"text": "a"}\n')
