@@ -143,7 +143,7 @@ def test_patterns_match_whole_paths():
     [
         (
             {"layers.*.mlp.gate": "columns"},
-            "names 'layers.*.mlp.gate', which matches no module; remove it from the plan",
+            "names 'layers.*.mlp.gate', which matches no module; remove it",
         ),
         (
             {"head": None},

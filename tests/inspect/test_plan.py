@@ -204,7 +204,7 @@ def test_time_is_summed_by_region(monkeypatch, capsys):
     assert timeline.regions["mlp", "backward"] > timeline.regions["mlp", "forward"]
     show(result, Console(width=200))
     shown = capsys.readouterr().out
-    assert "time of a rank by region" in shown and "elsewhere" in shown
+    assert "time per rank by region" in shown and "elsewhere" in shown
 
 
 def test_a_table_in_a_pipe_is_as_wide_as_it_is(monkeypatch, capsys):

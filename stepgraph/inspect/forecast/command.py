@@ -76,7 +76,7 @@ def show(result: Forecast, console: Console) -> None:
         console.print(f"{parameters / 1e9:,.1f}B parameters, {active / 1e9:,.1f}B of them active per token")
     if chunks := chosen_chunks(config):
         console.print(chunks.line())
-    console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
+    console.print(f"{result.nodes:,} nodes captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in total\n")
     console.print(_memory_table(result))
     left = gpu.memory - result.peak.total
     console.print(
@@ -94,14 +94,14 @@ def show(result: Forecast, console: Console) -> None:
         for c in timeline.collectives:
             found = sums.setdefault((c.region, c.phase), [0.0] * 3)
             found[1], found[2] = found[1] + c.seconds, found[2] + c.exposed_seconds
-        console.print(_region_table("time of a rank by region", ["computation", "communication", "exposed"], sums))
+        console.print(_region_table("time per rank by region", ["computation", "communication", "exposed"], sums))
     console.print(
         f"step {time_text(timeline.step_seconds)}: computation {time_text(timeline.compute_seconds)}, "
         f"exposed communication {time_text(timeline.exposed_seconds)} "
         f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
-        f"{tokens_per_s:,.0f} tokens/s in all, {tokens_per_s / config.mesh_spec.size:,.0f} per GPU, "
+        f"{tokens_per_s:,.0f} tokens/s in total, {tokens_per_s / config.mesh_spec.size:,.0f} per GPU, "
         f"MFU {result.mfu:.1%}; "
         f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )
@@ -111,7 +111,7 @@ def show(result: Forecast, console: Console) -> None:
 def _memory_table(result: Forecast) -> Table:
     phases = list(dict.fromkeys(moment.phase for moment in result.moments))
     fullest = [max((m for m in result.moments if m.phase == phase), key=lambda m: m.total) for phase in phases]
-    table = new_table("memory of a rank at the peak of each phase", ["kind"], phases)
+    table = new_table("memory per rank at the peak of each phase", ["kind"], phases)
     for kind in KINDS:
         table.add_row(kind, *(size_text(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
     table.add_row("total", *(size_text(m.total) for m in fullest))
@@ -120,7 +120,7 @@ def _memory_table(result: Forecast) -> Table:
 
 def _collective_table(collectives: Iterable[Collective]) -> Table:
     columns = ["count", "bytes", "time", "exposed"]
-    table = new_table("collectives of a rank", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
+    table = new_table("collectives per rank", ["phase", "collective", "role", "axis x ranks", "dtype"], columns)
     kinds: dict[tuple[str, ...], list[Collective]] = {}
     for c in collectives:
         kinds.setdefault((c.phase, c.kind, c.role, f"{c.axis} x {c.ranks}", c.dtype), []).append(c)
@@ -147,7 +147,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     """Print the forecast: the run's stages, and the schedules side by side."""
     config, gpu, chosen = result.config, result.gpu, result.schedules[result.chosen]
     console.print(result.title)
-    console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in all\n")
+    console.print(f"microbatch captured in {result.capture_s:.1f} s, {result.plan_s:.1f} s in total\n")
     console.print(_stage_table(result, chosen))
     if any(region for stage in chosen.stages for region, _ in stage.regions):
         slowest = max(chosen.stages, key=lambda stage: stage.seconds["forward"] + stage.seconds["backward"])
@@ -160,7 +160,7 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     best, tokens = result.best, config.tokens_per_step / result.best.step_s
     console.print(
         f"{'best' if result.fits(best) else 'none fits; the fastest'}: --pipeline {best.name}, "
-        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in all, {tokens / config.mesh_spec.size:,.0f} per GPU, "
+        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in total, {tokens / config.mesh_spec.size:,.0f} per GPU, "
         f"MFU {result.mfu_of(best.step_s):.1%}"
     )
     console.print(assumed_rates(gpu))

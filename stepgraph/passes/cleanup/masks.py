@@ -42,7 +42,7 @@ def false_masks(step: StepGraph, options: object, report: PassReport) -> None:
         ):
             replace(node, node.args[0], sweep=True)
             report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} masks and clamps change nothing"
+    report.summary = f"{report.changed} of {report.matched} masks and clamps without effect removed"
 
 
 def _holds(clamp: fx.Node, aliases: Aliases) -> bool:

@@ -30,7 +30,7 @@ def remove_noop_views(step: StepGraph, options: object, report: PassReport) -> N
         if base is not None and not (node in returned and base.op == "placeholder"):
             replace(node, base)
             report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} views change nothing"
+    report.summary = f"{report.changed} of {report.matched} no-op views removed"
 
 
 def _same_view(node: fx.Node) -> fx.Node | None:

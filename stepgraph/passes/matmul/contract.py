@@ -42,7 +42,7 @@ def contract_products(step: StepGraph, options: object, report: PassReport) -> N
         erase_unread(product)
         report.changed += 1
         saved += product.meta["val"].numel()
-    report.summary = f"{report.changed} of {report.matched} sums of products as matrix products"
+    report.summary = f"{report.changed} of {report.matched} sums of products became matrix products"
     if saved:
         report.notes.append(f"{saved:,} products are never written out")
 

@@ -214,7 +214,7 @@ def test_long_conversations_are_told(folder, tmp_path):
     )
     rows = [{"messages": conversation([("hi", "")])[:1]}] * 20
     silent = open_data(write(tmp_path / "b.jsonl", rows), str(folder / "tokenizer.json"))
-    with pytest.raises(ValueError, match="no assistant message is in the first 44 tokens: give"):
+    with pytest.raises(ValueError, match="no assistant message is in the first 44 tokens: use"):
         validation_batches(silent.source, silent.tokenizer, n=1, **options)
     with pytest.warns(
         UserWarning,
