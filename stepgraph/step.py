@@ -403,7 +403,7 @@ def _of_another_form(batch: Any) -> str:
     """What lines begin with while ``batch`` is captured in the midst of a run."""
     tensors = ((name, leaf) for name, leaf in leaves_by_name(batch).items() if isinstance(leaf, torch.Tensor))
     name, first = next(tensors, ("", None))
-    return "another form of batch: " if first is None else f"another form of batch, {name} {[*first.shape]}: "
+    return "a different form of batch: " if first is None else f"a different form of batch, {name} {[*first.shape]}: "
 
 
 def _refuse_modes() -> None:

@@ -528,7 +528,7 @@ def test_a_new_length_that_takes_a_while_is_named(caplog, monkeypatch):
     step(batch_of(2, 9))
     step(batch_of(2, 7))
     said = [message for name, _, message in caplog.record_tuples if name == "stepgraph"]
-    assert said == ["another form of batch, batch['ids'] [2, 7]: tracing the step (1 s)"]
+    assert said == ["a different form of batch, batch['ids'] [2, 7]: tracing the step (1 s)"]
 
 
 @pytest.mark.parametrize("options", [{"passes": "exact"}, {"inductor": "off", "accumulate": 2}], ids=["exact", "off"])

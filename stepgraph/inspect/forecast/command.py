@@ -160,8 +160,8 @@ def show_pipeline(result: PipelineForecast, console: Console) -> None:
     best, tokens = result.best, config.tokens_per_step / result.best.step_s
     console.print(
         f"{'best' if result.fits(best) else 'none fits; the fastest'}: --pipeline {best.name}, "
-        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in total, {tokens / config.mesh_spec.size:,.0f} per GPU, "
-        f"MFU {result.mfu_of(best.step_s):.1%}"
+        f"step {time_text(best.step_s)}, {tokens:,.0f} tokens/s in total, {tokens / config.mesh_spec.size:,.0f} per "
+        f"GPU, MFU {result.mfu_of(best.step_s):.1%}"
     )
     console.print(assumed_rates(gpu))
 
