@@ -48,7 +48,7 @@ class _Fields:
         self.kind, self.held = type(one), {f.name: _nodes(getattr(one, f.name)) for f in dataclasses.fields(one)}
         if more := getattr(one, "__dict__", {}).keys() - self.held:
             raise CaptureError(
-                f"the batch holds a {_kind(one)} with the attribute {min(more)}, which is no field of it: declare it"
+                f"the batch holds a {_kind(one)} with the attribute {min(more)}, which is not a field of it: declare it"
             )
 
     def flatten(self) -> tuple[list[Any], Any]:

@@ -134,7 +134,7 @@ def test_what_methods_of_a_batch_read(make, loss_fn, monkeypatch):
 def test_an_attribute_that_is_no_field_is_refused():
     rows = Rows(X)
     rows.extra = 1
-    with pytest.raises(CaptureError, match="Rows with the attribute extra, which is no field of it"):
+    with pytest.raises(CaptureError, match="Rows with the attribute extra, which is not a field of it"):
         stepgraph.capture(nn.Linear(6, 6), lambda m, b: m(b.x).mean(), rows)
 
 

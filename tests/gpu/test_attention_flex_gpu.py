@@ -37,7 +37,7 @@ def test_backward_repeats_itself(T, heads):
     batch, found = dy_for(model), []
     for _ in range(2):
         step, report = captured(model, batch, "flex", inductor="regional")
-        assert any("flex: backward repeats itself bit for bit" in note for note in report.notes)
+        assert any("flex: backward is deterministic" in note for note in report.notes)
         for _ in range(4):
             model.zero_grad(set_to_none=True)
             step(batch)

@@ -82,7 +82,7 @@ def fuse_norm(step: StepGraph, options: FuseNormOptions, report: PassReport) -> 
         if choice == "kernel":
             kernels.append(found)
         elif options.choice == "kernel":
-            left.append(f"{found.root.name} stays as it is: {why}")
+            left.append(f"{found.root.name} is left unchanged: {why}")
         if choice == "inductor":
             regions.append(found)
         elif choice == "eager" and options.choice == "eager":

@@ -138,7 +138,10 @@ def test_the_command(tmp_path, capsys):
         ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
         ("{tmp}", "{tmp} has no page.html: use the folder of a run that has finished its first steps"),
         ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
-        ("{tmp}/none.html", "{tmp}/none.html is not there: give a page of stepgraph inspect, a run folder or a preset"),
+        (
+            "{tmp}/none.html",
+            "{tmp}/none.html does not exist: use a page of stepgraph inspect, a run folder or a preset",
+        ),
         (
             "{tmp}/notes.txt",
             "{tmp}/notes.txt is not a page of stepgraph inspect: use a run folder, a preset or such a page",
