@@ -32,6 +32,7 @@ from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import argument, is_cast, is_view, only_user, packet, permutation
 from stepgraph.passes.attention.backends import refusal
 from stepgraph.passes.attention.choose import AttentionOptions
+from stepgraph.passes.attention.columns import columns
 from stepgraph.passes.attention.flex import FlexNodes
 from stepgraph.passes.attention.mask import HIDDEN, Masks
 from stepgraph.passes.attention.nodes import in_strides_of, take_place
@@ -64,8 +65,11 @@ _ALIGNED = 16  # keys that the memory-efficient kernel takes the rows of a bias 
 )
 def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassReport) -> None:
     """Run attention that is written out as products and a softmax by fused kernels."""
-    aliases = Aliases(step.graph)
     softmaxes = [node for node in step.graph.nodes if packet(node) in _SOFTMAXES]
+    for node in softmaxes:
+        if (turned := columns(node)) is not None and _fits_by_rows(step, node, options):
+            turned.rewrite()
+    aliases = Aliases(step.graph)
     matches = [(node.name, found) for node in softmaxes if (found := _match(step, node, aliases)) is not None]
     flex, counts = FlexNodes(step, Masks(step.graph)), dict.fromkeys(("cudnn", "efficient", "flex"), 0)
     for name, found in matches:
@@ -79,6 +83,17 @@ def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassRepor
     report.changed = sum(counts.values())
     by = ", ".join(f"{n} by {backend}" for backend, n in counts.items() if n)
     report.summary = f"{report.changed} of {report.matched} attentions written out as products{by and ': ' + by}"
+
+
+def _fits_by_rows(step: StepGraph, softmax: fx.Node, options: AttentionOptions) -> bool:
+    """Whether there are kernels for the attention around ``softmax`` once its weights are not read transposed, tried on
+    a copy."""
+    copied: dict[fx.Node, fx.Node] = {}
+    trial = fx.Graph()
+    trial.output(trial.graph_copy(step.graph, copied))
+    columns(copied[softmax]).rewrite()
+    found = _match(step, copied[softmax], Aliases(trial))
+    return isinstance(found, _Written) and found.backend(options) in ("cudnn", "efficient", "flex")
 
 
 # Reading
@@ -207,10 +222,16 @@ def _alike(one: Sequence[_Op], other: Sequence[_Op]) -> bool:
 
 
 def _transposes(node: object, other: fx.Node) -> bool:
-    """Whether one is the other with rows and columns exchanged."""
+    """Whether one is the other with rows and columns exchanged, by any views, as ``einsum`` makes some of."""
 
     def of(a: object, b: fx.Node) -> bool:
-        return isinstance(a, fx.Node) and _exchanges(a) and a.args[0] is b
+        if not isinstance(a, fx.Node):
+            return False
+        made, turned, node = a.meta["val"], b.meta["val"].mT, a
+        while node is not b and is_view(node):
+            node = node.args[0]
+        form = (made.shape, made.stride(), made.storage_offset())
+        return node is b and form == (turned.shape, turned.stride(), turned.storage_offset())
 
     return of(node, other) or of(other, node)
 
@@ -220,7 +241,7 @@ def _exchanges(node: fx.Node) -> bool:
     if packet(node) not in (aten.transpose, aten.permute):
         return False
     *rest, a, b = range(len(_size(node)))
-    return permutation(node) == [*rest, b, a] and (len(rest) < 3 or 1 not in _size(node)[-2:])
+    return permutation(node) == [*rest, b, a] and 1 not in _size(node)[-2:]  # else a dimension of size 1 moves
 
 
 def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:

@@ -172,6 +172,47 @@ def three_dimensions(self, q, k, v):
     return torch.bmm(weights, v).view(B, H, T, D)
 
 
+def einsum_of_three(self, q, k, v):
+    """Heads and batch as one dimension, next to which ``einsum`` puts dimensions of size 1."""
+    B, H, T, D = q.shape
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    weights = torch.einsum("bid,bjd->bij", q * D**-0.5, k).softmax(-1)
+    return torch.einsum("bij,bjd->bid", weights, v).view(B, H, T, D)
+
+
+def einsum_of_turned_queries(self, q, k, v):
+    """The same, of queries with channels first."""
+    B, H, T, D = q.shape
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    weights = torch.einsum("bdi,bjd->bij", q.mT.contiguous() * D**-0.5, k).softmax(-1)
+    return torch.einsum("bij,bjd->bid", weights, v).view(B, H, T, D)
+
+
+def unet(self, q, k, v):
+    """Channels first, as U-Nets of diffusion have them."""
+    B, H, T, D = q.shape
+    q, k, v = (x.mT.reshape(B * H, D, T) for x in (q, k, v))
+    weights = torch.einsum("bct,bcs->bts", q * D**-0.25, k * D**-0.25)
+    weights = torch.softmax(weights.float(), dim=-1).type(weights.dtype)
+    return torch.einsum("bts,bcs->bct", weights, v).view(B, H, D, T).mT
+
+
+def vqgan(self, q, k, v):
+    """Channels first by products, as of VQGAN and SAGAN."""
+    B, H, T, D = q.shape
+    q, k, v = (x.mT.reshape(B * H, D, T) for x in (q, k, v))
+    weights = F.softmax(torch.bmm(q.permute(0, 2, 1), k) * D**-0.5, dim=2)
+    return torch.bmm(v, weights.permute(0, 2, 1)).view(B, H, D, T).mT
+
+
+def fewer_keys(self, q, k, v):
+    """Channels first, of a third as many keys."""
+    B, H, T, D = q.shape
+    q, k, v = (x.mT.reshape(B * H, D, -1) for x in (q, k[:, :, ::3], v[:, :, ::3]))
+    weights = F.softmax(torch.bmm(q.mT * D**-0.5, k), dim=-1)
+    return torch.bmm(v, weights.mT).view(B, H, D, T).mT
+
+
 def bart(self, q, k, v):
     B, H, T, D = q.shape
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
@@ -282,6 +323,11 @@ WAYS = [
     (einsum, "cudnn"),
     (einsum_by_tokens, "efficient"),
     (along_rows, "efficient"),
+    (einsum_of_three, "cudnn"),
+    (einsum_of_turned_queries, "cudnn"),
+    (unet, "cudnn"),
+    (vqgan, "cudnn"),
+    (fewer_keys, "cudnn"),
     (bart, "cudnn"),
     (windows, "efficient"),
     (grouped, "cudnn"),
@@ -384,6 +430,12 @@ def weights_read(self, q, k, v):
     return weights @ v + weights.mean()
 
 
+def columns_read(self, q, k, v):
+    """Channels first, with weights that are read elsewhere too."""
+    weights = F.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1)
+    return (v.mT @ weights.mT).mT + weights.mean()
+
+
 def negative(self, q, k, v):
     return F.softmax(q @ k.mT * -1.0, -1) @ v
 
@@ -408,7 +460,7 @@ def test_what_stays_says_why(write, dtype, options, reason):
     assert (report.matched, report.changed) == (1, 0) and reason in report.notes[0], report.notes
 
 
-@pytest.mark.parametrize("write", [dropped, mixed])
+@pytest.mark.parametrize("write", [dropped, mixed, columns_read])
 def test_other_things_are_no_attention(write):
     torch.manual_seed(0)
     _, report = fused(Model(write), batch_for())
