@@ -87,15 +87,15 @@ plot() { # FILE
 record() {
   case $1 in
     rms_norm)
-      norm rms_norm --op rms_norm --timing graph --providers ours,eager,quack,liger --shapes "$RMS_SHAPES"
+      norm rms_norm --op rms_norm --providers ours,eager,quack,liger --shapes "$RMS_SHAPES"
       plot rms_norm ;;
     layer_norm)
-      norm layer_norm --op layer_norm --timing graph --providers ours,eager,quack,liger --shapes "$LAYER_SHAPES"
+      norm layer_norm --op layer_norm --providers ours,eager,quack,liger --shapes "$LAYER_SHAPES"
       plot layer_norm ;;
     compiled_norms)
-      norm compiled_norms --op rms_norm --timing graph --providers ours,quack,compile,compile-tuned --shapes "$COMPILED_SHAPES" ;;
+      norm compiled_norms --op rms_norm --providers ours,quack,compile,compile-tuned --shapes "$COMPILED_SHAPES" ;;
     rms_norm_inductor) # max-autotune: 50 seconds a shape
-      norm rms_norm_inductor --op rms_norm --timing both --providers ours,eager,compile,compile-max-autotune,liger \
+      norm rms_norm_inductor --op rms_norm --providers ours,eager,compile,compile-max-autotune,liger \
         --shapes "$TUNED_SHAPES" ;;
     regional) "$PYTHON" benchmarks/regional.py llama3-8b --json "$OUT/h200_regional.json" ;;
     guard) "$PYTHON" benchmarks/guard.py --blocks 11 13 24 --json "$OUT/h200_guard.json" ;; # those whose kernels spill
@@ -133,7 +133,7 @@ record() {
       plot "train_$1" ;;
     16b10_ep2_fp8)
       train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10 --fp8 rowwise --fp8-experts \
-        --providers stepgraph ;;
+       --providers stepgraph ;;
     16b10_ep2_nccl) train "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $B16_10 --providers stepgraph ;;
     16b10_ep2_balanced) balanced "$1" deepseek-v3-16b --model.n-layers 10 --mesh fsdp=2,ep=2 $SYMMETRIC $B16_10 ;;
     16b_ep[48]) train "$1" deepseek-v3-16b --mesh "fsdp=${1#16b_ep},ep=${1#16b_ep}" $B16 ;;
@@ -145,10 +145,10 @@ record() {
     grouped) "$PYTHON" benchmarks/grouped.py --json "$OUT/${GPU}_grouped.json" ;;
     expert_swiglu) "$PYTHON" benchmarks/expert_swiglu.py --json "$OUT/${GPU}_expert_swiglu.json" ;;
     random_norms)
-      norm rms_norm_random --op rms_norm --timing graph --providers ours,eager,quack,liger --shapes random
-      norm layer_norm_random --op layer_norm --timing graph --providers ours,eager,quack,liger --shapes random ;;
+      norm rms_norm_random --op rms_norm --providers ours,eager,quack,liger --shapes random
+      norm layer_norm_random --op layer_norm --providers ours,eager,quack,liger --shapes random ;;
     squares)
-      norm compiled_squares --op rms_norm --timing graph --providers ours,eager,compile-tuned \
+      norm compiled_squares --op rms_norm --providers ours,eager,compile-tuned \
         --shapes 16384x16384,8192x8192,4096x4096 ;;
     warm_start) "$PYTHON" benchmarks/warm_start.py qwen3-0.6b --json "$OUT/${GPU}_warm_start.json" ;;
     save_stall) # what one of two GPUs holds of llama3-8b; a disk with room for one checkpoint of 49 GB, in TMPDIR

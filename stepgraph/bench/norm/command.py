@@ -19,7 +19,6 @@ from stepgraph.bench.norm.timing import (
     check_backward,
     check_forward,
     copy_gbps,
-    do_bench_ms,
     graph_ms,
     make_inputs,
     wall_ms,
@@ -38,17 +37,9 @@ Shape = tuple[int, int]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DIRECTIONS = ("fwd", "bwd")
 
-#: The shapes of --shapes grid: on a GPU every N with every M whose tensor fits.
-GRID_N = (
-    *(64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 5120, 6144, 7168, 8192),
-    *(12288, 14336, 16384, 32768, 65536, 131072),
-)
-GRID_M = tuple(4**power for power in range(11))
-GRID_BYTES = 2 * 2**30
 RANDOM_SHAPES = 120
 #: The most bytes of a drawn tensor on a CPU.
 CPU_BYTES = 2**19
-CPU_GRID = ((256, 64), (1024, 256), (512, 1024), (64, 8192))
 
 
 class NormOptions(NormBench):
@@ -60,22 +51,12 @@ class NormOptions(NormBench):
     def directions(self) -> tuple[str, ...]:
         return DIRECTIONS if self.direction == "both" else (self.direction,)
 
-    def timings(self, device: torch.device) -> tuple[str, ...]:
-        """Raises ValueError where the device has no such timing."""
-        if device.type == "cpu":
-            if self.timing != "auto":
-                raise ValueError(f"timing={self.timing} needs a GPU: leave --timing out, a CPU is timed by wall clock")
-            return ("wall",)
-        return ("do_bench", "graph") if self.timing in ("auto", "both") else (self.timing,)
-
     def names(self) -> list[str]:
         """The providers, in order. Raises ValueError for an unknown one."""
         return provider_names(self.providers, PROVIDERS)
 
     def shape_list(self, device: torch.device) -> list[Shape]:
         """(M, N) of each shape. Raises ValueError for anything but a list of shapes."""
-        if self.shapes == "grid":
-            return _grid(ITEM_BYTES[self.dtype], device)
         if self.shapes == "random":
             return _random(ITEM_BYTES[self.dtype], device)
         shapes = []
@@ -96,15 +77,6 @@ def _most(device: torch.device) -> int:
     """Bytes of the largest tensor that a GPU is given."""
     free, _ = torch.cuda.mem_get_info(device)
     return free // 16  # two calls, each with x, dy, y and dx, and what a provider needs besides
-
-
-def _grid(item_bytes: int, device: torch.device) -> list[Shape]:
-    if device.type == "cpu":
-        return list(CPU_GRID)
-    most = min(GRID_BYTES, _most(device))
-    shapes = [(m, n) for n in GRID_N for m in GRID_M if m * n * item_bytes <= most]
-    random.Random(0).shuffle(shapes)
-    return shapes
 
 
 def _random(item_bytes: int, device: torch.device) -> list[Shape]:
@@ -140,7 +112,7 @@ class Run:
     def __init__(self, options: NormOptions, device: torch.device):
         self.start = time.perf_counter()
         self.options, self.device, self.dtype = options, device, DTYPES[options.dtype]
-        self.timings = options.timings(device)
+        self.timing = "graph" if device.type == "cuda" else "wall"
         self.shapes = options.shape_list(device)
         names = options.names()
         missing = {name: reason for name in names if (reason := missing_reason(PROVIDERS[name], device))}
@@ -151,7 +123,7 @@ class Run:
             "benchmark": "norm",
             "device": device.type,
             "dtype": options.dtype,
-            "timings": self.timings,
+            "timings": [self.timing],
             "providers": self.names,
             "missing": missing,
             "packages": _versions(PROVIDERS[name].package for name in self.names),
@@ -178,7 +150,7 @@ class Run:
 
     def _shape(self, m: int, n: int) -> list[NormRow]:
         """Every provider on one shape."""
-        sets = calls_in_graph(m * n * self.dtype.itemsize) if "graph" in self.timings else 1
+        sets = calls_in_graph(m * n * self.dtype.itemsize) if self.timing == "graph" else 1
         inputs = [make_inputs(m, n, self.dtype, self.device) for _ in range(sets)]
         rows = []
         for op in self.options.ops():
@@ -200,18 +172,15 @@ class Run:
         provider: Provider | None = None
         for direction in self.options.directions():
             what = {"op": f"{op} {direction}", "m": m, "n": n, "dtype": self.options.dtype, "provider": name}
-            made = [NormRow(**what, timing=timing) for timing in self.timings]
-            rows += made
+            row = NormRow(**what, timing=self.timing)
+            rows.append(row)
             try:
                 provider = provider or PROVIDERS[name](op, *params)
-                wrong = self._check(provider, op, direction, *inputs[0])
-                for row in made:
-                    row.wrong = wrong
-                    if not wrong:
-                        row.set_time(self._time(provider, direction, row.timing, inputs), self.settings["copy_gbps"][0])
+                row.wrong = self._check(provider, op, direction, *inputs[0])
+                if not row.wrong:
+                    row.set_time(self._time(provider, direction, inputs), self.settings["copy_gbps"][0])
             except Exception as error:  # another package's code may raise anything; the others continue
-                for row in made:
-                    row.error = None if row.ms else in_one_line(error)
+                row.error = None if row.ms else in_one_line(error)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()  # raises, and ends the run, if the failure has broken the device's context
                 torch.cuda.empty_cache()
@@ -223,10 +192,9 @@ class Run:
             return check_forward(op, x, params, provider.forward(x))
         return check_backward(op, x, params, dy, provider.backward(provider.saved(x), x, dy.clone()))
 
-    def _time(self, provider: Provider, direction: str, timing: str, inputs: list[tuple[Tensor, Tensor]]) -> float:
-        if timing != "graph":
-            call = next(self._calls(provider, direction, inputs[:1]))
-            return wall_ms(call) if timing == "wall" else do_bench_ms(call)
+    def _time(self, provider: Provider, direction: str, inputs: list[tuple[Tensor, Tensor]]) -> float:
+        if self.timing == "wall":
+            return wall_ms(next(self._calls(provider, direction, inputs[:1])))
         touched = 2 * len(inputs) * inputs[0][0].nbytes
         l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
         flush = torch.zeros(3 * l2 // 4, dtype=torch.int32, device=self.device) if touched < 3 * l2 else None

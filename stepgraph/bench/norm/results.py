@@ -39,7 +39,7 @@ class NormRow:
     provider: str
     """A name of ``bench.norm.providers.PROVIDERS``."""
     timing: str
-    """``do_bench``, ``graph`` or ``wall``: see ``bench.norm.timing``."""
+    """``graph`` or ``wall``: see ``bench.norm.timing``; in older records also ``do_bench``, Triton's."""
     ms: float | None = None
     """Median time of a call, ms."""
     gbps: float | None = None

@@ -1,6 +1,5 @@
 """How ``stepgraph bench norm`` checks a norm against float64, measures time, and the copy bandwidth of comparison.
 
-- ``do_bench``: ``triton.testing.do_bench``, the median of single calls, each with its launches, from a flushed L2.
 - ``graph``: kernel time alone. A CUDA graph of many calls, each on inputs and outputs of its own, together larger than
   L2, so that no call finds its data there; replayed back to back, and divided by the calls.
 - ``wall``: on a CPU, the median time of calls one after another.
@@ -19,7 +18,7 @@ from stepgraph.bench.norm.providers import EPS
 Tensor = torch.Tensor
 
 #: Milliseconds of work in one figure; at least ``LEAST_REPEATS`` repeats, however long they take.
-WARM_UP_MS, MEASURE_MS, LEAST_REPEATS = 5, 30, 10
+MEASURE_MS, LEAST_REPEATS = 30, 10
 
 #: A graph moves about this much, so that the start of a replay (some 2 us) is below a hundredth of it.
 GRAPH_BYTES, MOST_CALLS = 2**30, 128
@@ -39,13 +38,6 @@ def copy_gbps(device: torch.device) -> float:
 def calls_in_graph(tensor_bytes: int) -> int:
     """How many calls, each on tensors of ``tensor_bytes`` of its own, a graph holds."""
     return min(MOST_CALLS, max(2, -(-GRAPH_BYTES // (2 * tensor_bytes))))
-
-
-def do_bench_ms(call: Callable[[], Any]) -> float:
-    """Median of ``call``, ms, by ``triton.testing.do_bench``."""
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median")
 
 
 def graph_ms(calls: Sequence[Callable[[], Any]], flush: Tensor | None) -> float:

@@ -211,7 +211,6 @@ def test_a_graph_moves_enough_and_not_too_much():
         ("--shapes 4x-8", "'4x-8' is not ROWSxLENGTH"),
         ("--shapes 2x3x4", "'2x3x4' is not ROWSxLENGTH"),
         ("--providers ours,quak", "unknown provider 'quak': did you mean 'quack'?"),
-        ("--timing graph --device cpu", "timing=graph needs a GPU: leave --timing out"),
         ("--op rmsnorm", "--op: 'rmsnorm' is not one of rms_norm, layer_norm, both"),
         ("--dtype fp8", "--dtype: 'fp8' is not one of"),
         ("--bugdet 3", "unknown option --bugdet: did you mean --budget?"),
