@@ -183,7 +183,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Which passes run over a step, and how. Give it to ``stepgraph.capture(passes=StepOptions(...))``."""
+    """Which passes run over a step, and how. Pass it to ``stepgraph.capture(passes=StepOptions(...))``."""
 
     passes: Literal["exact", "default"] = "default"
     """exact: only passes that stay bitwise equal to eager. default: also passes that may round differently."""
@@ -247,7 +247,7 @@ class StepOptions:
 
     @property
     def may_offload_optimizer(self) -> bool:
-        """Whether the optimizer's state, or as much of it as a peak of memory needs, goes to the host."""
+        """Whether the optimizer's state, or as much of it as a memory peak needs, may move to the host."""
         return self.offload_optimizer or self.memory.startswith("peak")
 
     @property

@@ -70,23 +70,23 @@ def capture(
             form runs the same graph; one of another form is captured again (64 forms are kept).
         optimizer: any ``torch.optim.Optimizer``, or a list of them: clipping and the update, which its ``step()``
             computes, become part of the graph, and learning rates are read from ``param_groups`` at every step.
-            Without one, gradients land in ``param.grad`` as ``backward()`` leaves them.
+            Without one, gradients accumulate in ``param.grad``, as with ``backward()``.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
         accumulate: split the batch's tensors along their first dimension into N microbatches; the step's loss
             and gradients are of their mean. The graph is that of one microbatch, and a second one updates. A
             later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
         on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
             buffer or optimizer state, decided on the device; ``metrics["skipped"]`` says so, a bool scalar. Its batch
-            and random numbers are used up.
+            and random numbers are consumed.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
             configured passes.
         disable: names of passes to leave out.
         dump: folder for the graph's text before and after each pass.
         saved: after the trace, load the rewritten and compiled step from this folder, or save it there if it is not
-            there yet; ``"auto"``: the user's cache. What is loaded is code: name no folder that you do not trust.
+            there yet; ``"auto"``: the user's cache. A saved step is code: do not name a folder that you do not trust.
             ``step.saved`` says what happened.
         replay: let ``loss_fn`` read values in Python that it only stores (``seen.append(accuracy.item())``). The
-            capture gives made-up numbers; after a call, ``step.after()`` runs that Python again with the step's values.
+            capture uses placeholder numbers; after a call, ``step.after()`` reruns that Python with the step's values.
 
     Returns:
         A `CapturedStep`.
@@ -126,7 +126,7 @@ class CapturedStep:
     ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
     ``on_nonfinite="skip"``. ``repeated``: with expert parallelism, how often the step was
     repeated, each time with larger buffers for experts.
-    ``saved``: whether the step's latest form was loaded or made, where a folder of saved steps was given.
+    ``saved``: whether the step's latest form was loaded or compiled, if a folder of saved steps was given.
     """
 
     def __init__(self, spec: StepSpec, dump: Path | str | None, saved: Path | str | None):
@@ -163,7 +163,7 @@ class CapturedStep:
 
     @property
     def saves(self) -> bool:
-        """Whether it loads and saves its forms; not where a rank dumps graphs, which only passes that run can do."""
+        """Whether it loads and saves its forms; not if a rank dumps graphs, which needs passes that run."""
         return self._store is not None
 
     @property
@@ -173,7 +173,7 @@ class CapturedStep:
         return self._current.runner.spans
 
     def where(self) -> str:
-        """What a pipeline's call that runs now is in, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
+        """The pipeline call that runs now, such as ``forward.1 of microbatch 3``; "" without a pipeline."""
         call, _ = self._now()
         return "" if call is None or self.pipeline is None else str(call)
 
@@ -266,7 +266,7 @@ class CapturedStep:
 
         Args:
             batch: as for a call of the step; on ranks, each rank's own, and all ranks verify together.
-            locate: if they differ, say also at which node or pass they part first, at the cost of up to one capture
+            locate: if they differ, also find the first node or pass that differs, at the cost of up to one capture
                 for each pass.
 
         Returns:
@@ -295,12 +295,12 @@ class CapturedStep:
 
     @property
     def after(self) -> Callable[[], None]:
-        """Runs the Python of ``loss_fn`` again with the latest call's values, once: see ``replay`` of `capture`."""
+        """Rerun the Python of ``loss_fn`` once with the latest call's values: see ``replay`` of `capture`."""
         return (self._current and self._current.after) or (lambda: None)
 
     @property
     def stores(self) -> bool:
-        """Whether there is something for `after` to run."""
+        """Whether `after` has something to run."""
         return self._current is not None and self._current.after is not None
 
     def from_now(self) -> Callable[[], str | None]:

@@ -17,12 +17,12 @@ ROLES = ("gather", "reduce", "activation", "dispatch", "compute", "combine", "se
 class Role(NamedTuple):
     """What a node is for. Capture records it, and passes carry it along.
 
-    ``kind``: one of ``ROLES``. ``parameters``: the fully qualified names of the parameters that it is about, several
+    ``kind``: one of ``ROLES``. ``parameters``: the fully qualified names of the parameters it concerns, several
     for a bucket, none for activations. ``axis``: the axis of the mesh that it communicates over; ``world``: all ranks.
 
     A gather's role is that of the collective and of its wait; a reduction's that of the collective, its wait, and all
     that follows up to the optimizer or the output. What comes before a reduction is backward's own work, without a
-    role. What a pass puts in place of nodes has their role.
+    role. Replacement nodes keep the role.
     """
 
     kind: str
@@ -68,7 +68,7 @@ def set_provenance(node: fx.Node, value: Provenance) -> None:
 
 
 def role_of(node: fx.Node) -> Role | None:
-    """What ``node`` is for; None where it only computes."""
+    """The role of ``node``; None for plain computation."""
     found = provenance(node)
     return found and found.role
 
@@ -85,7 +85,7 @@ def region_of(node: fx.Node) -> str:
 
 
 def in_region(node: fx.Node, name: str) -> bool:
-    """Whether ``node`` is inside a region ``name``, however deep: ``dispatch`` and ``moe`` hold ``moe/dispatch``."""
+    """Whether ``node`` is inside a region ``name``, at any depth: ``dispatch`` and ``moe`` hold ``moe/dispatch``."""
     return f"/{name}/" in f"/{region_of(node)}/"
 
 

@@ -57,7 +57,7 @@ class Kind(StrEnum):
 
     @property
     def receive(self) -> "Kind":
-        """What receives it there."""
+        """The call that receives it there."""
         return Kind.RECEIVE_FORWARD if self.forward else Kind.RECEIVE_BACKWARD
 
     @property
@@ -95,7 +95,7 @@ def graph_name(kind: Kind, stage: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One placeholder: ``what`` it is, and the live local ``tensor`` that it is bound to; None where a call brings it
+    """One placeholder: ``what`` it is, and the live local ``tensor`` that it is bound to; None where a call passes it
     (`BatchLeaf`, `Value`, `Loss`) or a runner allocates it (`Accumulator`, `Before`, `Ratio`)."""
 
     what: Input
@@ -202,7 +202,7 @@ class StepGraph:
 
 
 def line_of(node: fx.Node, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """``node`` in the text of a graph; ``target``, ``args``, ``kwargs``: the call that it has, or had before."""
+    """``node`` in the text of a graph; ``target``, ``args``, ``kwargs``: its call, current or earlier."""
     call = {"placeholder": "input", "get_attr": f"constant {name_of(target)}"}.get(node.op)
     if call is None:
         given = [*map(_short, args), *(f"{key}={_short(value)}" for key, value in kwargs.items())]

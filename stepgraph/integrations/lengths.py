@@ -36,13 +36,13 @@ class PadToLengths:
 
     Args:
         lengths: the lengths that batches may have.
-        collate: what makes a batch of examples; None: what is given is a batch already.
-        causal: the model lets no token see a later one (GPT, Llama, Qwen). Then a batch needs no attention mask, and
+        collate: makes a batch of examples; None: the argument is already a batch.
+        causal: no token of the model sees a later one (GPT, Llama, Qwen). Then a batch needs no attention mask, and
             one that hides only padding on the right is left out, because attention is faster without; that of TRL's
             preference pairs (with a ``completion_mask``) stays, because their loss reads it. Keep the default for other
             losses that do, such as the balance of a mixture of experts.
-        pad_token_id: what ``input_ids`` are padded with.
-        fill: what tensors of other names, or of the names in `FILL`, are padded with; None: that tensor is not padded.
+        pad_token_id: the padding of ``input_ids``.
+        fill: the padding of other tensors by name, or of the names in `FILL`; None: that tensor is not padded.
 
     Each tensor is padded from its own length, so that an encoder's inputs and a decoder's labels may differ. Tensors of
     one dimension and other values are left unchanged. Dropout draws other numbers for another length.
@@ -122,7 +122,7 @@ class PadToLengths:
         return found
 
     def lengthened(self, batch: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, Any]:
-        """``batch``, whose tensors were padded before, with those in ``lengths`` padded further."""
+        """``batch``, already padded, with the tensors named in ``lengths`` padded further."""
         return {
             name: self._fill_up(name, value, lengths[name]) if name in lengths else value
             for name, value in batch.items()

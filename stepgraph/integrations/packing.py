@@ -33,9 +33,9 @@ class PackToBudget:
     """Packs examples into rows of ``tokens`` tokens; called with rows, it makes a batch of them (a collate function).
 
     Args:
-        tokens: tokens in a row.
-        max_documents: documents in a row, at most; None: one per 32 tokens. The boundaries' tensor has this size.
-        max_length: tokens in a document, at most; None: ``tokens``. A smaller one makes attention faster.
+        tokens: tokens per row.
+        max_documents: at most this many documents per row; None: one per 32 tokens. The boundaries' tensor has this
+        size. max_length: at most this many tokens per document; None: ``tokens``. A smaller one makes attention faster.
         longer: what happens to an example that exceeds ``max_length``: ``"refuse"`` it with an error, ``"cut"`` it, or
             ``"drop"`` it. ``cut`` and ``dropped`` count the examples.
         pad_token_id: the tokens after the last document of a row.
@@ -173,7 +173,7 @@ class PackedRows(torch.utils.data.Dataset):
 
 def attend_within_documents(model: nn.Module) -> None:
     """Let a model of transformers attend by `stepgraph.kernels.attention.documents` wherever a batch of `PackToBudget`
-    comes, which skips what lies outside a document; other batches run by SDPA as before.
+    comes, which skips everything outside a document; other batches use SDPA as before.
 
     The model then computes two short documents, packed and each alone, on its own device.
 

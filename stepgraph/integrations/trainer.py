@@ -89,11 +89,11 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
     in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
-    The same where gradients may be read and changed: by a callback's ``on_pre_optimizer_step``, ``on_optimizer_step``
+    The same if gradients may be read and changed: by a callback's ``on_pre_optimizer_step``, ``on_optimizer_step``
     or ``on_substep_end``, a replaced ``training_step``, or clipping that is not ``Trainer``'s. Another
     ``max_grad_norm`` or optimizer is captured again.
 
-    Raises ``ValueError`` for options that a captured step cannot serve: fp16's scaler, several GPUs in one process,
+    Raises ``ValueError`` for options that a captured step does not support: fp16's scaler, several GPUs in one process,
     DeepSpeed, FSDP1, offload, ``torch_compile``, optimizers that update in backward, a replaced ``backward``.
     """
 
@@ -179,7 +179,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
     # Several ranks
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As ``Trainer``'s, but accelerate leaves the model as it is: `_shard` shards it."""
+        """As ``Trainer``'s, but accelerate does not wrap the model: `_shard` shards it."""
         self._spec = ranks.mesh_spec(self.args, self._asked_mesh)
         with ranks.plain_ranks(self.args):
             super().create_accelerator_and_postprocess()

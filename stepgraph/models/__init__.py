@@ -36,7 +36,7 @@ FAMILIES: list[Family] = [LLAMA3, GOLF, DEEPSEEK_V3, QWEN3_MOE, TRANSFORMERS]
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model's configuration. Raises ``ValueError`` for what is none."""
+    """The family of a model's configuration. Raises ``ValueError`` for any other object."""
     for family in FAMILIES:
         if type(config) is family.config:
             return family

@@ -71,7 +71,7 @@ class DeepSeekV3Config:
 
     def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
         """Number of parameters; without ``lookup_table``, an embedding that is not also the head is left out;
-        ``active``: of the experts, only as many as one token meets."""
+        ``active``: only the experts that one token uses."""
         q_in, q_out = self.q_lora_rank, self.n_heads * self.qk_head_dim
         queries = self.dim * q_out if q_in is None else q_in * (self.dim + 1 + q_out)
         latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank

@@ -23,7 +23,7 @@ _open: list[list[torch.Tensor]] = []
 
 @contextlib.contextmanager
 def added_losses() -> Iterator[list[torch.Tensor]]:
-    """What modules inside add to the training loss, scalars: as in `next_token_loss`, for your own loss.
+    """Collects the scalars that modules inside add to the training loss: as in `next_token_loss`, for your own loss.
 
     Empty without gradients, as in validation. Recomputation for backward, outside, adds nothing.
     """

@@ -48,7 +48,7 @@ class Qwen3MoEConfig:
 
     def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
         """Number of parameters; without ``lookup_table``, an embedding that is not also the head is left out;
-        ``active``: of the experts, only as many as one token meets."""
+        ``active``: only the experts that one token uses."""
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.head_dim
         block = attention + self.moe.num_params(self.dim, active=active) + 2 * self.dim
         tables = 2 if lookup_table and not self.tie_embeddings else 1

@@ -73,12 +73,12 @@ class YarnScaling:
 
     @property
     def table_scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor of cos and sin."""
         return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
 
     @property
     def score_scale(self) -> float:
-        """What the scale of the attention scores is multiplied by."""
+        """The factor of the attention scores' scale."""
         return self._temperature(self.mscale_all_dim) ** 2
 
     def kept(self, frequency: torch.Tensor, theta: float) -> torch.Tensor:

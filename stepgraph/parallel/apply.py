@@ -61,17 +61,17 @@ def parallelize(
         reduce_dtype: dtype that gradients are reduced in.
         expert_capacity: with ``ep``, the rows that a rank has room to send to another at first, as a multiple of those
             under balanced load. A step that needs more is repeated with more (see `stepgraph.parallel.experts`).
-        expert_chunks: with ``ep``, the parts that a layer of experts takes its tokens in, one by one: one
-            travels while another is computed (see `stepgraph.parallel.experts`).
-        expert_exchange: with ``ep``, how tokens travel: by torch's ``collectives``, or within a machine over
+        expert_chunks: with ``ep``, split an expert layer's tokens into this many chunks: one
+            is sent while another is computed (see `stepgraph.parallel.experts`).
+        expert_exchange: with ``ep``, how tokens are sent: by torch's ``collectives``, or within a machine over
             ``symmetric`` memory (see `stepgraph.parallel.expert_symmetric`).
         context: with ``cp``, how attention sees the tokens of all ranks: ``ulysses`` (ranks exchange tokens for heads),
-            ``gather`` (keys and values of all ranks); auto: by heads where the ranks divide them.
+            ``gather`` (keys and values of all ranks); auto: ``ulysses`` if the ranks divide the heads.
         pipeline: the model's stages, from `plan_pipeline`. Needed where the mesh has ``pp``. Parameters of other ranks'
-            stages then stay, or go, on the meta device; give an optimizer the ones that `held_parameters` names.
+            stages then stay, or move, to the meta device; pass an optimizer the ones that `held_parameters` names.
 
     Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
-    is parallel already.
+    is already parallel.
     """
     if layouts(model):
         raise ValueError("the model is parallel already; build a new one to parallelize it differently")

@@ -181,7 +181,7 @@ def whole_state(model: nn.Module, keep: bool, used: bool = False) -> dict[str, t
 
 
 def whole_tensor(value: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """``value``, of a parameter that lies as ``layout`` says, whole on every rank of its mesh, all of which call."""
+    """The whole ``value`` of a parameter sharded by ``layout``, on every rank of its mesh, all of which must call."""
     if not isinstance(value, DTensor):
         return value
     laid_out = layout is not None and value.placements == layout.at_rest()
@@ -202,7 +202,7 @@ def local_parts(model: nn.Module) -> dict[str, Part]:
 
 @torch.no_grad()
 def round_to(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round the stored parameters to the values that ``dtype`` has: what a model held in ``dtype`` starts from."""
+    """Round the stored parameters to ``dtype``, the initial values of a model held in ``dtype``."""
     for param in model.parameters():
         local = param.to_local()
         local.copy_(local.to(dtype))

@@ -66,8 +66,8 @@ def cross_entropy(
 
     ``count``: what the sum is divided by, a scalar; None: the number of targets that are not ``ignore_index``.
 
-    The logits are never gathered: ranks exchange the logarithm of a sum of exponentials and one logit per token. Kept
-    for backward are the logits as they are and two numbers per token.
+    The logits are never gathered: ranks exchange the logarithm of a sum of exponentials and one logit per token. For
+    backward the logits and two numbers per token are kept.
 
     Source: Shoeybi et al., "Megatron-LM", 2019, section 3.
     """

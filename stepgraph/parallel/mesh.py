@@ -32,7 +32,7 @@ def _axis(*, data: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """Sizes of a mesh's axes, in the order in which ranks count: the last counts fastest, so that tensor parallelism
+    """Sizes of a mesh's axes in rank order: the last varies fastest, so that tensor parallelism
     stays among neighbours."""
 
     pp: int = _axis()
@@ -124,16 +124,16 @@ class MeshSpec:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         return math.prod(self.sizes.values())
 
     @property
     def dp(self) -> int:
-        """Ranks that read data of their own."""
+        """Ranks that read their own data."""
         return math.prod(self.sizes[name] for name in DATA_AXES) // self.cp
 
     def check_world(self, world: int) -> None:
-        """``ValueError`` unless the mesh has ``world`` ranks, with the nearest mesh that has."""
+        """``ValueError`` unless the mesh has ``world`` ranks; it names the nearest mesh that does."""
         if self.size == world:
             return
         near = _nearest(self, world)

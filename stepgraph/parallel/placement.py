@@ -12,8 +12,8 @@ from stepgraph.parallel.pipeline.layout import Pipeline
 
 @dataclass(frozen=True)
 class Placement:
-    """``layouts``: where each parameter lies, by name. ``pipeline``: the model's stages; None where each rank runs the
-    whole model."""
+    """``layouts``: how each parameter is sharded, by name. ``pipeline``: the model's stages; None where each rank runs
+    the whole model."""
 
     layouts: Mapping[str, Layout]
     pipeline: Pipeline | None = None

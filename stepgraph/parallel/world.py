@@ -27,12 +27,12 @@ _SPEAKS_AFTER_S = 15
 
 
 def launched() -> bool:
-    """Whether torchrun (or what it is made of) started this process as one of several ranks."""
+    """Whether torchrun or the like started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def world_size() -> int:
-    """Ranks that were started; 1 for a process that stands alone."""
+    """The number of ranks; 1 for a single process."""
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
@@ -57,7 +57,7 @@ def says_first(text: str) -> bool:
 
 
 def starts_again() -> bool:
-    """Whether an elastic agent would start the ranks again where one ends with another status than 0."""
+    """Whether an elastic agent would restart the ranks after one ends with a nonzero status."""
     done, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return int(done) < int(most)
 
@@ -138,7 +138,7 @@ def _said_if_long(text: str) -> Iterator[None]:
 
 
 def gloo_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for what another thread than the main one does, on the CPU; all ranks make it at the same
+    """A CPU group of all ranks for use outside the main thread; all ranks create it at the same
     time. None where this process is alone."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -39,18 +39,18 @@ class Case:
 
     @property
     def state(self) -> State:
-        """What the step reads and writes."""
+        """The tensors that the step reads and writes."""
         traced = self.bound.traced
         return State(traced.whole or self.spec.model, self.optimizers, self.leaves, traced.generators)
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """Those in the graph."""
+        """The optimizers in the graph."""
         return self.bound.update.optimizers if self.bound.update else ()
 
     @property
     def leaves(self) -> list[Any]:
-        """Those of the batch."""
+        """The leaves of the batch."""
         return flatten_batch(self.spec.batch)[0]
 
     def eager(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

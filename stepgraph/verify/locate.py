@@ -175,7 +175,7 @@ def _described(node: fx.Node) -> str:
 
 
 def verify(case: Case, locate: bool) -> VerifyReport:
-    """Compare the step of ``case`` with eager; everything that they change is as before afterwards.
+    """Compare the step of ``case`` with eager; everything that they change is restored.
 
     ``locate``: if they differ, look for the first node or pass that differs: captures again, up to once for each pass.
     """

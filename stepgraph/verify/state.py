@@ -132,7 +132,7 @@ class VerifyReport:
     ``loss``: eager's and the captured step's. ``compared``: number of tensors of each kind. ``differences``: what is
     not bitwise equal. ``tolerance``: how far the loss and the gradient norm may be off, as a part of eager's, when
     passes round differently. ``repeats``: whether two eager runs give the same bits here; where they do not, no step
-    can equal them. ``parted``: where the two part first, if it was asked for and they do.
+    can equal them. ``parted``: the first difference, if requested and found.
     """
 
     loss: tuple[float, float]
@@ -156,7 +156,7 @@ class VerifyReport:
     def close(self) -> bool:
         """Whether loss and metrics agree within ``tolerance``.
 
-        State is not judged by it: AdamW divides gradients by their size, so that one near zero may move its parameter
+        It ignores state: AdamW divides gradients by their size, so one near zero may move its parameter
         by the whole learning rate in either direction.
         """
         return all(found.relative <= self.tolerance for found in self.differences if found.kind in ("loss", "metric"))

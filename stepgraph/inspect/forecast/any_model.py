@@ -166,15 +166,15 @@ def forecast(
     max_grad_norm: float | None = None,
     accumulate: int = 1,
 ) -> StepForecast:
-    """Forecast the training step that `stepgraph.capture` would make of the same arguments, on a GPU that need not be
-    there: peak memory and what fills it, step time, the largest batch, and what each memory policy would change.
+    """Forecast the training step that `stepgraph.capture` would make of the same arguments, on a GPU that you need not
+    have: peak memory and what fills it, step time, the largest batch, and what each memory policy would change.
 
     The step is traced a few times without values, for ``batch`` and for other batch sizes: nothing is computed, and no
     tensor of the model's, the gradients' or the optimizer's size is allocated. Neither model nor optimizer changes.
 
     Args:
         model: any ``nn.Module``, on a CPU, on a GPU, or on the meta device (where it takes no memory).
-        loss_fn, batch, optimizer, max_grad_norm, accumulate: as in `stepgraph.capture`. Of the batch count its form,
+        loss_fn, batch, optimizer, max_grad_norm, accumulate: as in `stepgraph.capture`. Only the batch's form matters,
             and integers that Python reads. A batch size is the first dimension that all tensors of the batch share.
         device: ``"h100"``, ``"h200"`` or ``"b200"``.
         passes: ``"exact"``, ``"default"``, or a ``stepgraph.StepOptions``.

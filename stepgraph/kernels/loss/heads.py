@@ -72,7 +72,7 @@ def token_kl(
         parts: as in `token_log_probs`.
 
     Returns:
-        (...) fp32, in nats. Gradients reach whatever of student and teacher requires them; they are deterministic.
+        (...) fp32, in nats. Gradients flow to student and teacher as required; they are deterministic.
 
     Raises:
         ValueError: shapes or dtypes do not fit.

@@ -95,7 +95,7 @@ class Pipeline:
         return self.rank in self.holders[name]
 
     def sender(self, receive: Call) -> str:
-        """Who sends what this rank's call ``receive`` receives, such as ``stage 1 on rank 4``."""
+        """The sender of this rank's call ``receive``, such as ``stage 1 on rank 4``."""
         source = receive.stage + (-1 if receive.kind.forward else 1)
         return f"stage {source} on rank {dist.get_process_group_ranks(self.group)[self.ranks_of[source]]}"
 
@@ -110,7 +110,7 @@ class Pipeline:
         return f"pipeline {self.name}: {self.stages} stages on {self.ranks} ranks, their first blocks {starts}"
 
     def share(self) -> Share:
-        """What capture must know of this rank's part."""
+        """This rank's part, for capture."""
         return Share(self.holders, self.rank, self.group, self.tied)
 
     def __deepcopy__(self, memo: dict) -> "Pipeline":
