@@ -1,4 +1,4 @@
-"""The process of the command ``stepgraph``, which is ``python -m stepgraph`` too."""
+"""The entry point of ``stepgraph`` and ``python -m stepgraph``."""
 
 import gc
 from typing import NoReturn

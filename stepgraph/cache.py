@@ -1,4 +1,4 @@
-"""The user's cache folder, in which later starts find what earlier ones made."""
+"""The user's cache folder, shared by earlier and later runs."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the benchmarks of a training step share: their options, the step made of its parts, and its figures in order."""
+"""Shared parts of the training-step benchmarks: their options, building the step, and its figures in order."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""What every benchmark of a training step records per provider, and its tables, aligned Markdown."""
+"""The record per provider of every training-step benchmark, and its tables in aligned Markdown."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Operators whose kernels call others, under the autocast that they were traced with.
+"""Operators whose kernels call other operators, run under the autocast state of their trace.
 
 Autocast reaches inside the kernel of an operator that it has no rule for: a product inside an operator made by
 ``torch.library.custom_op`` runs in bf16. A graph runs without autocast; the node of such an operator calls one of ours,

@@ -1,4 +1,4 @@
-"""A batch as its leaves: what a graph is specialized on, microbatches, and batches of another length."""
+"""A batch as leaves: the facts that a graph is specialized on, microbatches, and batches of another length."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What Python reads of a batch's values while a step is traced, such as the grids of images or lengths.
+"""Batch values that Python reads while a step is traced, such as image grids or lengths.
 
 Such a value decides which operators run and with which shapes, so it belongs to the form of the step. The integer
 computation from the batch to each value is kept and runs on the host again before each call: a batch with equal values

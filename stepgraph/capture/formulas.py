@@ -1,4 +1,4 @@
-"""What eager does by values, which a trace has not, as nodes: formulas of backward, and checks.
+"""Value-dependent work of eager, as nodes: formulas of backward, and checks. A trace has no values.
 
 Torch has other formulas for the tensors of a trace. In eager the gradient of a product divides by each factor if none
 is zero, and that of a value that fills a mask, or that is written where a mask is true, is the sum of what the mask

@@ -1,4 +1,4 @@
-"""The guard of an update: all of a step's conditions in one flag, and state that forward wrote put back.
+"""The guard of an update: all conditions of a step in one flag, and restoring state that forward wrote.
 
 The optimizer's writes heed the flag themselves (see `Skip`), so that what they would change keeps every bit. What
 forward writes in place, buffers above all, is kept from before the step in inputs of kind ``before``, and written back

@@ -1,4 +1,4 @@
-"""The inputs of a graph as they are collected: what each is bound to, and the fake tensor that it is traced with."""
+"""The inputs of a graph while they are collected: each with its live tensor and its fake tensor."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What each collective of a captured step is for, recorded where it is known: at the end of the trace.
+"""The role of each collective of a captured step, recorded at the end of the trace, where it is known.
 
 A collective that gathers what is made only from one parameter (and constants) gathers that parameter. One that runs in
 backward where autograd works on what forward made only from one parameter reduces that parameter's gradient; whatever

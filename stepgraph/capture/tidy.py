@@ -1,4 +1,4 @@
-"""What is done to a graph right after its trace, before anything else reads it."""
+"""Cleanup of a graph right after its trace, before anything else reads it."""
 
 import torch
 from torch import fx

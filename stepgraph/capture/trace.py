@@ -1,4 +1,4 @@
-"""Training step -> `StepGraph`, by as many traces as it takes; and the graph of forward and loss alone, which
+"""Training step -> `StepGraph`, in as many traces as needed; and the graph of only forward and loss, which
 validation runs and which shows which block reads which parameter."""
 
 import math

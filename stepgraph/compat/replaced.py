@@ -1,4 +1,4 @@
-"""Gives names of modules and classes other values for a while."""
+"""Temporarily replaces attributes of modules and classes."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What attention costs by each backend that was measured: milliseconds, kept as the share of the GPU's peak they reach.
+"""The cost of attention by measured backend: milliseconds, stored as the share of the GPU's peak reached.
 
 The figures are from one H200, torch 2.11, bf16, causal. They serve other GPUs of its compute capability by the
 share of the peak. Between measured lengths the share is interpolated in the logarithm of the length; beyond them the

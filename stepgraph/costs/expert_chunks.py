@@ -1,4 +1,4 @@
-"""In how many parts a layer of experts takes its tokens, by the forecast time of the layer forward and backward.
+"""The number of chunks of an expert layer's tokens, by the layer's forecast time, forward and backward.
 
 With one part computation waits while tokens are sent to experts and back, except for shared experts. With more, one
 part travels while another is computed; products have fewer rows and read the weights again, and gradients of weights

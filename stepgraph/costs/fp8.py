@@ -1,4 +1,4 @@
-"""What a product costs in fp8, and the casts that it needs, on the GPU that passes assume."""
+"""The cost of an fp8 product and of its casts, on the GPU that passes assume."""
 
 import torch
 

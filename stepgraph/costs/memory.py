@@ -1,4 +1,4 @@
-"""What one rank holds in memory over the step: how much, and what for.
+"""One rank's memory over the step: how much, and what for.
 
 A static count from shapes, each storage freed after its last use: it leaves out the allocator's rounding, the
 CUDA context, and all workspaces but attention's.

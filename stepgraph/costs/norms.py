@@ -1,4 +1,4 @@
-"""What a norm costs on a GPU by each of the ways to run it: bytes moved, over the bandwidth that each way reaches.
+"""The cost of a norm on a GPU for each way to run it: bytes moved over the bandwidth reached.
 
 The shares are measured on an H200 (`stepgraph bench norm`) for RMS norms alone; only their ratios matter on
 another GPU. Between the measured widths they are interpolated in the logarithm of the width; beyond them the nearest

@@ -1,4 +1,4 @@
-"""What a step costs: of one graph, and of a schedule of calls of several."""
+"""The cost of a step: of one graph, and of a schedule of calls of several."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

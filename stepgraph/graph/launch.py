@@ -1,4 +1,4 @@
-"""What a node that launches the model's own Triton kernel calls."""
+"""The target of a node that launches the model's own Triton kernel."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What a pass reports of a graph; the graph keeps it in its log."""
+"""A pass's report on a graph, kept in the graph's log."""
 
 import itertools
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What this process has compiled, by structure: captures of one process share their pieces as equal layers do.
+"""The pieces that this process has compiled, by structure: captures share them, as equal layers do.
 
 A second capture of the same step, one with another length of the batch, and a step with another optimizer reuse the
 pieces that they have in common. Nothing here keeps a piece alive: it goes with the last step that calls it.

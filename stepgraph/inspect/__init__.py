@@ -1,1 +1,1 @@
-"""Reports on a captured step, and the forecast for a cluster that is not there."""
+"""Reports on a captured step, and the forecast for a cluster you do not have."""

@@ -1,4 +1,4 @@
-"""A concatenation of which Inductor writes each part where it lies in the result (see the pass `concat_in_place`)."""
+"""A concatenation whose parts Inductor writes in place in the result (see the pass `concat_in_place`)."""
 
 from collections.abc import Sequence
 

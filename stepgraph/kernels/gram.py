@@ -1,4 +1,4 @@
-"""Products of matrices with their own transposes, of which one triangle is computed.
+"""Products of matrices with their own transposes, computed by one triangle.
 
     gram:   G = alpha x x^T + beta added
 

@@ -1,4 +1,4 @@
-"""Sums of what masks select, in eager's order: ``x.masked_select(mask).sum()``, whose bits depend on the mask."""
+"""Sums of masked elements, in eager's order: ``x.masked_select(mask).sum()``, whose bits depend on the mask."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Lowering: from what a step is (`StepSpec`) to the program that runs. The only place that traces and rewrites."""
+"""Lowering: from a step's specification (`StepSpec`) to the program that runs. Only it traces and rewrites."""
 
 from stepgraph.lower.lengths import Lengths
 from stepgraph.lower.lowering import copied, learn_lengths, lower, rewrite, rewrite_graph, search_of_peak, trace

@@ -1,4 +1,4 @@
-"""Captures of batches that differ only in their lengths, from one trace in which the lengths are open (symbolic).
+"""Captures of batches that differ only in their lengths, from one trace with symbolic lengths.
 
 A trace with symbolic sizes records guards: what Python and operators assumed about the sizes, and what Python read of
 values that may depend on them. A length that satisfies them gets the nodes of that trace with its sizes filled in: the

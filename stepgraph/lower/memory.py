@@ -1,4 +1,4 @@
-"""What each memory policy would need for a step, without running it."""
+"""The memory that each policy would need for a step, without running it."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""``memory="peak=70GiB"``: what each graph may take so that the whole step, as it is forecast, peaks there.
+"""``memory="peak=70GiB"``: each graph's share of memory such that the whole step is forecast to peak there.
 
 `fit_memory` counts one graph, in the middle of the passes. What the whole step takes follows from rewriting it without
 compiling: gathered parameters, fusion, accumulation, and the microbatches that a pipeline has in flight. A few of these

@@ -1,5 +1,5 @@
-"""What the decoders with RoPE share: embedding, pre-norm blocks, grouped-query attention, head, RoPE tables, and the
-keys and values of the tokens so far, which a model that generates text reads instead of computing them again."""
+"""Shared parts of the decoders with RoPE: embedding, pre-norm blocks, grouped-query attention, head, RoPE tables, and
+the keys and values of the tokens so far, which a model that generates text reads instead of computing them again."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

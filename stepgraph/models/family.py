@@ -1,4 +1,4 @@
-"""A family of models as one record: everything that the other packages must know of it.
+"""A family of models as one record, with everything that other packages need.
 
 A new family is a module here with its record, its place in `stepgraph.models.FAMILIES`, and its presets.
 """

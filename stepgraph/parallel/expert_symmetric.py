@@ -1,4 +1,4 @@
-"""Experts' tokens over symmetric memory: rows go straight to where they are needed, and only rows that exist.
+"""Experts' tokens over symmetric memory: only existing rows are sent, directly to their destination.
 
     dispatch: x (N, D) -> each slot's row to its place among the rows of its expert
     combine:  results -> each row back to its place among the token's -> each token's weighted sum, (N, D)

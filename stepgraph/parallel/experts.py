@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of ``ep`` has some of the experts whole, and tokens travel to them and back.
+"""Expert parallelism: each rank of ``ep`` has some of the experts whole, and tokens are sent to them and back.
 
     dispatch: x (N, D) -> a part for each rank, (P, room, D) -> all_to_all -> rows sorted by the experts that are here
     combine:  their results -> the parts they came in -> all_to_all -> each token's weighted sum, (N, D)

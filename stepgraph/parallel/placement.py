@@ -1,4 +1,4 @@
-"""`Placement`: how a model lies on the ranks of a mesh, as a value that a step's specification carries."""
+"""`Placement`: how a model is distributed over a mesh, as a value in a step's specification."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

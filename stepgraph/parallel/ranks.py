@@ -1,4 +1,4 @@
-"""Work that the ranks of a run share: each does it, or the first alone, and an error reaches all."""
+"""Work that the ranks of a run share: each rank does it, or only the first, and an error reaches all."""
 
 from collections.abc import Callable
 from typing import TypeVar

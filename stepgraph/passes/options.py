@@ -1,4 +1,4 @@
-"""Which options of a step go together.
+"""Which options of a step are compatible.
 
 A new option is a field of `stepgraph.options.StepOptions` and the pass that reads it (``from_options`` where it is
 registered): the command lines, ``config.json`` and the forecast take it from there.

@@ -1,4 +1,4 @@
-"""Lines for a person who waits while a step is traced, rewritten and compiled."""
+"""Progress lines while a step is traced, rewritten and compiled."""
 
 import logging
 import os

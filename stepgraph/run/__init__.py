@@ -1,1 +1,1 @@
-"""What executes: a step program bound to live tensors, node by node, compiled, or as CUDA graphs."""
+"""Execution: a step program bound to live tensors, node by node, compiled, or as CUDA graphs."""

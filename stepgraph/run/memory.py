@@ -1,4 +1,4 @@
-"""Memory that the forms of one step share: they never run at once, and all that one returns is copied at once."""
+"""Memory shared by the forms of one step: they never run at once, and their results are copied at once."""
 
 import weakref
 from typing import Any

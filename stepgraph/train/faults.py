@@ -1,6 +1,6 @@
-"""What ends a run early: losses and gradient norms that are not finite, unless their steps are skipped and counted; out
-of memory, reported with the memory policy that would fit; and errors that leave the weights as they are, such as
-records that cannot be written: the run stops as for a signal, saves, and ends with the error.
+"""Errors that end a run early: losses and gradient norms that are not finite, unless their steps are skipped and
+counted; out of memory, reported with the memory policy that would fit; and errors that leave the weights as they are,
+such as records that cannot be written: the run stops as for a signal, saves, and ends with the error.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The story of a run, top to bottom: data, model, capture, steps, records."""
+"""A training run, top to bottom: data, model, capture, steps, records."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The state that a training step changes: read, kept on the host, put back in place, and compared after two runs.
+"""The state that a training step changes: read, kept on the host, restored in place, and compared after two runs.
 
 Captured steps and CUDA graphs write into fixed memory, so tensors get their values back where they lie, and modules
 and optimizers hold the same objects as before.

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its kernels by name and by kind, and the limit that its products and attention set."""
+"""Where a step's time goes: kernels by name and kind, and the limit set by its products and attention."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""``stepgraph bench norm``: RMS norm and layer norm of each provider, shape by shape, in one process."""
+"""``stepgraph bench norm``: RMS norm and layer norm by each provider and shape, in one process."""
 
 import importlib.metadata
 import importlib.util

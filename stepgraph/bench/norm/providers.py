@@ -1,4 +1,4 @@
-"""Who computes a norm in ``stepgraph bench norm``: ours, torch, its compiler, and the kernels of other packages.
+"""The providers of ``stepgraph bench norm``: ours, torch, its compiler, and the kernels of other packages.
 
 Each is called as its users call it. Forward runs with gradients on, as in training: it stores what backward needs.
 Backward is ``torch.autograd.grad(..., retain_graph=True)`` through the package's own autograd function, for the

@@ -1,4 +1,4 @@
-"""What ``stepgraph bench norm`` found: its rows, ours compared with the others, and tables with notes on them."""
+"""The results of ``stepgraph bench norm``: rows, comparison with the others, and tables with notes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""``stepgraph bench train``: a training step over a mesh of this machine's devices, ours and torchtitan's in turn."""
+"""``stepgraph bench train``: our training step over a mesh of this machine's devices, then torchtitan's."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Who can train a preset over a mesh: stepgraph, and torchtitan where it is installed.
+"""The providers that train a preset over a mesh: stepgraph, and torchtitan if installed.
 
 Each is a context manager that opens the process groups and yields a `Training`. Both do the same work: one model, one
 mesh, random tokens from the host in every step, bf16 compute with fp32 shards at rest, AdamW, clipping. ``balanced``:

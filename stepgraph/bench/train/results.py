@@ -1,4 +1,4 @@
-"""What ``stepgraph bench train`` found: a row for each provider, its table, and ours over the peer's."""
+"""The results of ``stepgraph bench train``: a row per provider, the table, and our figures over the peer's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

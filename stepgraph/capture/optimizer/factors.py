@@ -1,4 +1,4 @@
-"""Replaces operators that take a tape's numbers by ones that take tensors, with the same bits.
+"""Replaces operators that take a tape's numbers with ones that take tensors, bitwise equal.
 
 A number that a graph holds would be the same in every step. One that a step computes (see
 `stepgraph.capture.optimizer.tape`) is an input of the graph, a scalar tensor in fp64, as Python's numbers are; torch

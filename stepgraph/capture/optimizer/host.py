@@ -1,4 +1,4 @@
-"""What a call of a captured step does on the host for an optimizer that is traced by its own ``step``."""
+"""The host work of a captured step's call for an optimizer that is traced by its own ``step``."""
 
 import contextlib
 from collections.abc import Callable, Iterator

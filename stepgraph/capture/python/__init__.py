@@ -1,1 +1,1 @@
-"""What Python does in a step besides tensors: random numbers that it draws, attributes that it reads and writes."""
+"""Python's part of a step besides tensors: random numbers it draws, attributes it reads and writes."""

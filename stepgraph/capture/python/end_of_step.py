@@ -1,4 +1,4 @@
-"""What modules do to their buffers: tensors that forward assigns, which a captured step writes into the buffers; and a
+"""Buffer updates by modules: tensors that forward assigns, which a captured step writes into the buffers; and a
 method ``end_of_step(self)``, which runs once per step, after the optimizer's update.
 
 It updates the module's buffers after forward and backward, in place or by assignment, and returns

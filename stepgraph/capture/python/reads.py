@@ -1,4 +1,4 @@
-"""What Python reads while a step is traced: the objects that it meets, and the attributes that it reads of them.
+"""Python reads during a trace: the objects met, and the attributes read.
 
 What a graph is specialized on is found where it is read: during the trace, every class of an object that it may
 reach notes the reads of its attributes. The trace begins at the model and the loss function; what a read gives, what a

@@ -1,4 +1,4 @@
-"""What forward and the loss change in Python themselves; a captured step would keep its first values forever."""
+"""Changes that forward and the loss make to Python objects; a captured step would keep the first values forever."""
 
 import contextlib
 import warnings

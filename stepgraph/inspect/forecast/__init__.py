@@ -1,1 +1,1 @@
-"""``stepgraph plan``: the forecast of a step on a cluster that is not there."""
+"""``stepgraph plan``: the forecast of a step on a cluster you do not have."""

@@ -1,4 +1,4 @@
-"""How a forecast's tables look: columns, sizes and times; and the table of time over peak."""
+"""The tables of a forecast: columns, sizes and times; and the table of time over peak."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

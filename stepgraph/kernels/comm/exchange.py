@@ -1,4 +1,4 @@
-"""How the ranks of a group hand each other one tensor each while they compute.
+"""Exchanges of one tensor per rank within a group, concurrent with computation.
 
     ranks = current().begin(group, like)
     ranks.send(peer, part)      # as many elements as like, of its dtype, which are left unchanged until the end

@@ -1,4 +1,4 @@
-"""Rows of tokens travel to the ranks that have their experts, and back: only rows that exist do.
+"""Sends token rows to the ranks that have their experts, and back: only existing rows.
 
     token = counts_begin(counts, ...)                     each rank sends the others its row count per expert
     counts, place = counts_end(token, counts, ...)        (P, E) of all ranks, and this rank's place among them

@@ -1,4 +1,4 @@
-"""The two fp8 formats: what the casts of every device agree on."""
+"""The two fp8 formats, shared by the casts of every device."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A language model's head together with what a loss reads of it, a part of the tokens after the other.
+"""A language model's head together with the values that a loss needs, one chunk of tokens at a time.
 
     log_probs = token_log_probs(hidden, head.weight, labels)       # (B, T, D), (V, D), (B, T) -> (B, T)
 

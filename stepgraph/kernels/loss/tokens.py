@@ -1,4 +1,4 @@
-"""What losses of post-training read of each token's distribution, and its gradient: two passes over the logits.
+"""Statistics of each token's distribution for post-training losses, and their gradient: two passes over the logits.
 
 With z = scale * x, log p_ij = z_ij - log_sum_i:
 

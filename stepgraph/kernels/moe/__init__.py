@@ -1,4 +1,4 @@
-"""What a mixture of experts computes after its router: rows sorted by expert, grouped products, rows brought back.
+"""Mixture-of-experts kernels after the router: rows sorted by expert, grouped products, rows brought back.
 
     order, places, counts = sort_by_expert(chosen, n_experts)       # chosen (N, K): the experts of each token
     offsets = counts.cumsum(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What a normalization is, for every file of this folder, and the checks of user input.
+"""The definition of a normalization for this folder, and the checks of user input.
 
 Backends, `reference` (plain torch, any device) and `triton.single` (CUDA), have the two functions below. A row is the
 last dimension of ``x``, of length ``N``; there are ``M = numel / N`` rows. A backend is never called with ``M == 0``,

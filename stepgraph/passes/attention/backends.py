@@ -1,4 +1,4 @@
-"""The backends of attention: what each takes, whether its backward repeats itself, and its nodes in the graph.
+"""The backends of attention: what each supports, whether its backward is deterministic, and its nodes in the graph.
 
     cudnn    torch's cuDNN attention
     flash2   torch's FlashAttention 2

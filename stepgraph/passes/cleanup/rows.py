@@ -1,4 +1,4 @@
-"""Rows that lie in memory channel by channel are made contiguous once, where they first appear.
+"""Channels-first rows are made contiguous once, where they first appear.
 
 A convolution over patches or frames gives (B, C, T); transposed to (B, T, C), its result keeps that order in memory,
 and so does each sum of the residual stream that begins with it, to the last block: norms and sums then read and write

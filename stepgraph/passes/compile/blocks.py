@@ -1,4 +1,4 @@
-"""Where in the graph's order each of a model's repeated blocks runs, and the pieces that compiling by block takes."""
+"""Where each repeated block of a model runs in the graph's order, and the pieces for compiling by block."""
 
 import operator
 from collections.abc import Callable

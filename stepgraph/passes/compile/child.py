@@ -1,4 +1,4 @@
-"""A process of our own that compiles for this one."""
+"""A child process that compiles for this one."""
 
 import multiprocessing
 import os

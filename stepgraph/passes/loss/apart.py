@@ -1,4 +1,4 @@
-"""A head whose logits several losses read, as one head for each, so that `fuse_loss` puts all in parts.
+"""Splits a head whose logits several losses read into one head each, so that `fuse_loss` chunks them all.
 
 Matches: the logits ``x w^T`` that softmaxes of several losses take, as cross entropy and a divergence at a temperature
 do in distillation, and the detached ones of a head that another one learns from. At most two have a gradient, and

@@ -1,4 +1,4 @@
-"""The head of a loss: the product that makes the logits, what lies between, and what reads their gradient.
+"""The head of a loss: the product that makes the logits, the nodes up to the loss, and the readers of their gradient.
 
 Matches: ``stepgraph::cross_entropy_`` on the logits ``x w^T`` (with a bias, a soft cap or other pointwise operators and
 reshapes between), whose gradient is read by the products for ``dx`` and ``dw`` (and the bias's sum) alone.

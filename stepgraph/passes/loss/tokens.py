@@ -1,4 +1,4 @@
-"""Heads and what losses of post-training read of their softmax, in parts of the tokens, as `fuse_loss` rewrites them.
+"""Heads and the softmax statistics of post-training losses, in chunks of tokens, as `fuse_loss` rewrites them.
 
 Matches: ``_log_softmax`` (and ``_softmax``) of the logits z = ``x w^T`` (with a bias, a factor, casts, reshapes and
 slices of rows between), read by a ``gather`` of one label per token, by sums over the vocabulary of z, log p, p log p,

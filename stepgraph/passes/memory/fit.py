@@ -1,4 +1,4 @@
-"""Keep, recompute or offload each forward result that backward reads, so that the step peaks where it is asked to.
+"""Keep, recompute or offload each forward result that backward reads, so that the step meets the requested peak.
 
 Matches: results that forward leaves for backward, after fusion has decided what they are. Before -> after: see
 `recompute` and `offload`. Each way to give a result up has a price in seconds: to compute it again, or, for copies that

@@ -1,4 +1,4 @@
-"""What a memory policy says, and how it is written."""
+"""Memory policies: their meaning and syntax."""
 
 import functools
 import re

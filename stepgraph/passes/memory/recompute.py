@@ -1,4 +1,4 @@
-"""Activation recomputation: which forward results to keep for backward, and which to compute again.
+"""Activation recomputation: which forward results to keep for backward, and which to recompute.
 
 Matches: forward results that backward reads. Before -> after: a backward node reads a copy of the forward node,
 inserted just before it, that runs the same operator on the same values; the original then dies in forward.

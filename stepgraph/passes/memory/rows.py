@@ -1,4 +1,4 @@
-"""Which operators compute each token by itself, so that a part of the tokens can go through them alone.
+"""Which operators compute each token by itself, so that some tokens can be processed separately.
 
 A result's *rows* are its dimensions that count samples and tokens: (0, 1) in a hidden state (B, S, D), (0, 2) in
 queries (B, H, S, D), one dimension for both in (B * S, D). Each operator has a rule that says where rows are in its

@@ -1,4 +1,4 @@
-"""What computes each token by itself, in tiles of the sequence: MLPs, norms, projections, the head and its loss.
+"""Token-wise computation in tiles of the sequence: MLPs, norms, projections, the head and its loss.
 
 Matches: regions of the graph whose operators compute token by token (see `rows`), within one repeated block, in forward
 or in backward, with a product in them: all between two attentions. Before -> after, for a region y, dw = f(x, w):

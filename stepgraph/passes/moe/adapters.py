@@ -1,4 +1,4 @@
-"""Low-rank adapters of experts' weights as products of rows, in place of sums with whole weights.
+"""Low-rank adapters of expert weights as products of rows, instead of sums with whole weights.
 
 Matches what `peft` makes of ``target_parameters``: W' = W + s L R for every expert, with L (E, M, r) and R (E, r, N),
 read by grouped products alone. Before -> after, for rows sorted by expert once, and each product grouped:

@@ -1,4 +1,4 @@
-"""Tokens travel to experts as packed rows of fp8, and so do the gradients of experts' results.
+"""Tokens, and gradients of expert results, are sent to experts as packed fp8 rows.
 
 Matches: casts of expert rows to packed ones (`fp8_experts`), where nothing else reads the rows, and what brought them
 there. Before -> after, in forward, and in backward for the gradient that `combine` brings:

@@ -1,4 +1,4 @@
-"""Rows of experts' buffers that no token fills are left as they are in memory, where nothing reads them.
+"""Unused rows of expert buffers are not zeroed if nothing reads them.
 
 Matches: rows of experts with the offsets that they end at, where all readers stop at the same offsets. Readers that do:
 a grouped product or SwiGLU of these offsets, and an exchange that sends the rows that `expert_places` filled. Before ->

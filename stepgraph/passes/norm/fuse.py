@@ -1,4 +1,4 @@
-"""RMS and layer norms by the way that is fastest for each: our kernels, Inductor, or eager's.
+"""Runs each RMS and layer norm the fastest way: our kernels, Inductor, or eager's.
 
 Matches: every norm of rows, forward and backward, fused or composite (see `composite`). Before -> after, where our
 kernels are chosen: the residual add, the norm and its casts -> ``stepgraph::norm``; its backward and the addition of

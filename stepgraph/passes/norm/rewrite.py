@@ -1,4 +1,4 @@
-"""Puts our operators in the place of norms that were found.
+"""Replaces the norms that were found with our operators.
 
 Before -> after, for a norm with all its neighbours:
 

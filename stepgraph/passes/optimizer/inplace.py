@@ -1,4 +1,4 @@
-"""In-place update: the optimizer and clipping write where their inputs lie.
+"""In-place update: the optimizer and clipping overwrite their inputs.
 
 Matches: functional operators of the optimizer phase whose result is copied into an input of the graph, or whose
 first argument is dead afterwards: memory that the graph allocated, or a gradient accumulator, which is reset before

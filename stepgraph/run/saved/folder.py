@@ -1,4 +1,4 @@
-"""Folders of saved steps: entries that are written whole, and read only if every byte is what was written.
+"""Folders of saved steps: entries are written atomically, and read only if every byte is unchanged.
 
 An entry is a folder of files with a ``manifest.json``: its first line is the SHA-256 of the rest, a JSON object with
 the size and SHA-256 of each file and the parts of the key that the entry was saved under.

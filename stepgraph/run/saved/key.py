@@ -1,4 +1,4 @@
-"""Keys of saved steps: everything below the trace that decides what passes and compilers make, in named parts.
+"""Keys of saved steps: everything below the trace that affects passes and compilers, in named parts.
 
 - ``graph``: the traced graphs whole: operators with their schemas, arguments, provenance and roles, the form of every
   value, the schedule of calls, and hashes of the constants' values;

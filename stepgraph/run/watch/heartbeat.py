@@ -1,4 +1,4 @@
-"""What a rank reports of itself to the elastic agent's store, which outlives the rank."""
+"""A rank's reports to the elastic agent's store, which outlives the rank."""
 
 import json
 import time

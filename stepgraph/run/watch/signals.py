@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, which the run meets where its state is consistent."""
+"""Ctrl-C, SIGTERM and SIGHUP as requests to stop, honoured when the run's state is consistent."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in memory: model and optimizer tensors by name, JSON for the rest, the RNG streams.
+"""The content of a checkpoint, in memory: model and optimizer tensors by name, JSON for the rest, the RNG streams.
 
 Every large tensor gets one stable name (``model.layers.0.wq.weight``, ``optimizer.layers.0.wq.weight.exp_avg``) and
 goes through ``torch.distributed.checkpoint``; everything else becomes JSON. torch's ``set_optimizer_state_dict`` would

@@ -1,4 +1,4 @@
-"""Opens what ``--data`` names: one source, several files as one, and mixtures of sources with weights."""
+"""Opens the sources of ``--data``: one source, several files as one, and mixtures of sources with weights."""
 
 import glob
 import hashlib

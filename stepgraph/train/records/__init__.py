@@ -1,1 +1,1 @@
-"""What a run records: metrics, summary, progress line."""
+"""A run's records: metrics, summary, progress line."""

@@ -1,1 +1,1 @@
-"""What a run shows of itself: the page of its graph, profiles of steps, a snapshot of its memory."""
+"""A run's reports: the page of its graph, profiles of steps, a snapshot of its memory."""

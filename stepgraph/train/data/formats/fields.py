@@ -1,4 +1,4 @@
-"""What the fields of data hold: the text of a document, or the messages of a conversation."""
+"""The content of data fields: the text of a document, or the messages of a conversation."""
 
 import importlib
 import json

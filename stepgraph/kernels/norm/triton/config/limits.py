@@ -1,4 +1,4 @@
-"""What a configuration is, and which ones fit into registers and shared memory, by estimate."""
+"""Kernel configurations, and an estimate of which ones fit into registers and shared memory."""
 
 import functools
 import math
