@@ -8,8 +8,8 @@ Common to all, with ``x`` (..., N) float16, bfloat16 or float32 and any strides 
     eps           added to the mean square or variance; None is the machine epsilon of the dtype computed in (float32)
     weight_offset added to the weight in float32; 1.0 for weights stored as a difference from one (Gemma)
 
-Computed in float32, rounded once at the end. Gradients are bitwise reproducible; second derivatives, forward mode and
-transforms of ``torch.func`` are refused. Float64 works except on CUDA. Autocast has no effect: pass
+Computed in float32, rounded once at the end. Gradients are bitwise reproducible, and may be differentiated again
+(by torch, slowly); forward mode is not supported. Float64 works except on CUDA. Autocast has no effect: pass
 ``out_dtype``.
 """
 

@@ -218,7 +218,7 @@ def test_refuses_in_one_line(case, grad):
     assert "\n" not in text and "; allowed" in text and ": " in text
 
 
-def test_gradients():
+def test_first_and_second_gradients():
     def leaf(*shape, seed):
         return rows(*shape, dtype=torch.float64, seed=seed, grad=True)
 
@@ -229,5 +229,7 @@ def test_gradients():
             return norm(*tensors, 1e-3, weight_offset=1.0, prenorm=True)
 
         assert torch.autograd.gradcheck(call, arguments)
+        assert torch.autograd.gradgradcheck(call, arguments)
     pair = arguments[0], leaf(3, 3, 5, seed=4), arguments[1], arguments[2]
     assert torch.autograd.gradcheck(lambda *t: qk_norm(*t, 1e-3), pair)
+    assert torch.autograd.gradgradcheck(lambda *t: qk_norm(*t, 1e-3), pair)

@@ -6,14 +6,15 @@ import sys
 
 import pytest
 import torch
-from torch.func import grad, jacrev, vmap
+import torch.nn.functional as F
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stepgraph.kernels import RMSNorm, layer_norm, qk_norm, rms_norm
-from tests.kernels.norm.cases import rows
+from tests.kernels.norm.cases import EPS, close, exact, rows
 
 ops = torch.ops.stepgraph
 F32, BF16 = torch.float32, torch.bfloat16
@@ -49,10 +50,10 @@ def test_opcheck_norm(case):
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_opcheck_norm_backward(kind, needs, dh):
     norm = RMS if kind == "rms" else LAYER
-    x, w = rows(3, 4, 8), rows(8, seed=1)
-    _, _, mean, rstd = ops.norm(x, w, None, None, *norm, False)
-    dh = rows(3, 4, 8, seed=3) if dh else None
-    opcheck(ops.norm_backward.default, (rows(3, 4, 8, seed=2), x, w, mean, rstd, dh, *norm, BF16, *needs))
+    x, w = leaf(3, 4, 8), leaf(8, seed=1)
+    _, _, mean, rstd = ops.norm(x.detach(), w.detach(), None, None, *norm, False)
+    dh = leaf(3, 4, 8, seed=3) if dh else None
+    opcheck(ops.norm_backward.default, (leaf(3, 4, 8, seed=2), x, w, mean, rstd, dh, *norm, BF16, *needs))
 
 
 # Every public function, as a function of the same tensors.
@@ -176,18 +177,66 @@ def test_direct_and_dispatched_calls_agree_bitwise():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
-def test_there_is_no_second_derivative(norm):
-    x = leaf(4, 8)
-    (gradient,) = torch.autograd.grad(norm(x).pow(3).sum(), x, create_graph=True)
-    with pytest.raises(ValueError, match="norms of stepgraph have no second derivative: use"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("in_dims", [(0, None), (1, None), (2, None), (0, 0), (None, 1), (1, 1)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_vmap(kind, in_dims, per_head):
+    """Against torch's own norms under vmap: a batch of inputs, of weights, or of both, wherever the batch is."""
+    norm = rms_norm if kind == "rms" else layer_norm
+    shape, weight_shape = [4, 3, 16], [3, 16] if per_head else [16]
+    for dims, dim in ((shape, in_dims[0]), (weight_shape, in_dims[1])):
+        if dim is not None:
+            dims.insert(dim, 5)
+    x, w = rows(*shape), rows(*weight_shape, seed=1)
+    result = vmap(lambda x, w: norm(x, w, eps=EPS), in_dims)(x, w)
+    close(result, vmap(lambda x, w: exact(kind, x, w, None, None)[0], in_dims)(x, w), 16)
+    for wrt in (0, 1):
+        ours = vmap(grad(lambda x, w: norm(x, w, eps=EPS).pow(3).sum(), wrt), in_dims)(x, w)
+        theirs = vmap(grad(lambda x, w: exact(kind, x, w, None, None)[0].pow(3).sum(), wrt), in_dims)(x, w)
+        # Cubes of values up to 4 * 4 (x times w): gradients of order a hundred.
+        close(ours / 256, theirs / 256, 16, 12)
 
 
-@pytest.mark.parametrize("transform", [vmap, grad, jacrev])
-def test_transforms_of_functions_are_refused(transform):
-    with pytest.raises(ValueError, match=r"norms of stepgraph take no transforms of .*: use"):
-        transform(lambda x: rms_norm(x).sum())(rows(4, 8))
+def test_a_residual_under_vmap_with_the_gradient_outside():
+    x, r = torch.randn(5, 4, 8), torch.randn(5, 4, 8)
+
+    def loss(norm, x):
+        return vmap(norm)(x, r).pow(3).sum()
+
+    ours = grad(lambda x: loss(lambda a, b: rms_norm(a, residual=b, eps=EPS), x))(x)
+    theirs = grad(lambda x: loss(lambda a, b: torch.rms_norm(a + b, (8,), eps=EPS), x))(x)
+    torch.testing.assert_close(ours, theirs)
+    leaf = x.clone().requires_grad_()
+    loss(lambda a, b: rms_norm(a, residual=b, eps=EPS), leaf).backward()
+    torch.testing.assert_close(leaf.grad, theirs)
+
+
+def test_gradient_per_sample_of_a_module():
+    module, x = RMSNorm(16), rows(5, 4, 16)
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters, x):
+        return functional_call(module, parameters, (x,)).pow(3).sum()
+
+    batched = vmap(grad(loss), (None, 0))(parameters, x)["weight"]
+    for sample, expected in zip(x, batched, strict=True):
+        torch.testing.assert_close(grad(loss)(parameters, sample)["weight"], expected)
+
+
+def test_jacobian_and_hessian():
+    x, w = rows(6, dtype=torch.float64), rows(6, seed=1, dtype=torch.float64)
+    torch.testing.assert_close(
+        jacrev(lambda x: rms_norm(x, w, eps=EPS))(x), jacrev(lambda x: F.rms_norm(x, (6,), w, EPS))(x)
+    )
+    torch.testing.assert_close(
+        jacrev(jacrev(lambda x: rms_norm(x, w, eps=EPS).sum()))(x),
+        jacrev(jacrev(lambda x: F.rms_norm(x, (6,), w, EPS).sum()))(x),
+    )
+    batch = rows(5, 6, dtype=torch.float64)
+    torch.testing.assert_close(
+        grad(lambda w: vmap(grad(lambda x: rms_norm(x, w, eps=EPS).pow(3).sum()))(batch).square().sum())(w),
+        grad(lambda w: vmap(grad(lambda x: F.rms_norm(x, (6,), w, EPS).pow(3).sum()))(batch).square().sum())(w),
+    )
 
 
 def test_gradient_needs_the_sum():
