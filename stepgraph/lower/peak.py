@@ -272,6 +272,8 @@ class PeakSearch:
                     return under or found
                 over, limit = found, found.graph - 1.02 * (found.peak - self.asked)
                 continue
+            if under is not None and found.graph == under.graph:  # the same choice
+                break
             under = found if under is None or found.peak > under.peak else under
             if self.asked - found.peak <= _CLOSE * self.asked:
                 break

@@ -2,25 +2,28 @@
 
 Matches: results that forward leaves for backward, after fusion has decided what they are. Before -> after: see
 `recompute` and `offload`. Each way to give a result up has a price in seconds: to compute it again, or, for copies that
-hide behind computation, a share of their time. At the fullest moment of the step's memory over time, the cheapest ways
-for each byte come first, again and again until the peak is low enough (what is offloaded may then be recomputed
-instead); then what turns out not to be needed is kept after all.
+hide behind computation, a share of their time. `least_time` chooses what to recompute at a price per stored byte; what
+is stored is offloaded from the first result on, as far as copies hide. The price rises until the peak is low enough.
+Equal blocks choose alike, except that some may do so at one price and the others at the next, so few pieces differ for
+a compiler. If no price suffices, the cheapest ways for each byte at the fullest moment come first, again and again
+(what is offloaded may then be recomputed instead). What turns out not to be needed is kept.
 Exact: the same bits as `recompute` and `offload`. Preconditions: a flat graph with phases. Modules that the policy
 names are not touched, except that they offload where it says so.
-Source: greedy choice by value over weight, as for knapsacks (Dantzig, 1957).
+Source: see `least_time`; greedy choice by value over weight, as for knapsacks (Dantzig, 1957).
 """
 
 import heapq
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import fx
 
 from stepgraph.costs.attention import transient_bytes
-from stepgraph.costs.hardware import host_copy_seconds
+from stepgraph.costs.hardware import HOST_COPY_S, HOST_LINK, host_copy_seconds
 from stepgraph.costs.memory import lifetimes
 from stepgraph.graph.facts import tensor_bytes
 from stepgraph.graph.host_copies import device_bytes, on_host
@@ -30,6 +33,8 @@ from stepgraph.graph.values import OptimizerState
 from stepgraph.options import StepOptions
 from stepgraph.passes.contract import PassReport, Target, register
 from stepgraph.passes.memory import offload
+from stepgraph.passes.memory.least_time import LeastTime, Stores
+from stepgraph.passes.memory.norms import apart, joined
 from stepgraph.passes.memory.policy import module_actions, parse_policy
 from stepgraph.passes.memory.recompute import Plan
 from stepgraph.passes.memory.rematerialize import rematerialize
@@ -39,6 +44,8 @@ _Choice = tuple[str, float] | None
 
 #: The price of a copy that hides: the share of its time that computation loses to its traffic. Not measured.
 _HIDDEN_PRICE = 0.1
+#: Bytes from which on a copy takes longer than it takes to begin.
+_LEAST_COPY = HOST_COPY_S * HOST_LINK
 #: Moves between two looks at the memory over time.
 _STRIDE = 16
 #: Lines of a report.
@@ -111,6 +118,7 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
         return
     if options.carry_least:
         rematerialize(step)
+    norms = apart(step) if options.compiled and options.limit is not None else {}
     fit = Fit(step, options)
     report.matched = len(fit.plan.saved)
     if options.limit is not None:
@@ -134,6 +142,7 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
         f"{sum(fit.prices.values()) * 1e3:.2f} ms per microbatch"
     )
     fit.rewrite()
+    joined(norms)
 
 
 def _refuse_host(fit: "Fit") -> None:
@@ -163,6 +172,7 @@ class Fit:
         self.movable = movable - fixed
         again = plan.full() if step.blocks else plan.selective()
         self.again = {n for n in again if n not in fixed}
+        self.fixed = frozenset(self.gone)  # as the policy says
         self.dropped: set[fx.Node] = set()
         self.prices: dict[fx.Node, float] = {}
         self.path: list[tuple[int, float]] = []
@@ -207,6 +217,8 @@ class Fit:
         heapq.heapify(queue)
         gone: list[tuple[fx.Node, int, int]] = []
         found: dict[fx.Node, list[tuple[int, int]]] = {}
+        delays: dict[int, float] = defaultdict(float)
+        runs: set[fx.Node] = set()
         while queue:
             _, root = heapq.heappop(queue)
             if root in found:
@@ -215,6 +227,9 @@ class Fit:
             saved = root in self.needs
             if root in self.dropped or (not saved and root in self.again):
                 found[root] = [*([(made, self.last_forward[root])] if saved else []), (first, last)]
+                if (operator := plan.operator(root)) not in runs:
+                    runs.add(operator)
+                    delays[first] += self._seconds(root)
                 for source in plan.sources(root):
                     if source.op != "call_function":
                         continue
@@ -227,6 +242,7 @@ class Fit:
                 found[root] = [(made, self.last_forward[root]), (first, last)]
             else:
                 found[root] = [(made if saved else self.last.get(root, made), last)]
+        self.trips.delay(delays)
         self.routes = self.trips.schedule(gone)
         for root, trip in self.routes.items():
             made, forward = found[root][0]
@@ -248,17 +264,108 @@ class Fit:
         return int(self.curve().max())
 
     def solve(self, limit: float) -> None:
-        """Give results up, cheapest first, until the peak is at most ``limit``, or nothing is left to give up."""
-        moves = self._moves()
+        """Give results up, in the least time, until the peak is at most ``limit`` or nothing is left to give up."""
         self._note(self.curve())
-        self._walk(moves, limit)
+        if self.peak() > limit and not self._in_least_time(limit):
+            self._walk_from_either(limit)
         self._give_back(limit)
-        if not self.options.trial or limit == math.inf:
-            chosen = set(self.dropped), set(self.gone), dict(self.prices)
-            self._walk(moves, 0)  # what a lower peak would cost
+        if not self.options.trial:
+            chosen = self._chosen()
+            self._in_least_time(0)  # what a lower peak would cost
+            self._walk(self._moves(), 0)
             self.dropped, self.gone, self.prices = chosen
         path = sorted(set(self.path), key=lambda point: (-point[0], point[1]))
         self.path = [point for i, point in enumerate(path) if all(point[1] < other[1] for other in path[i + 1 :])]
+
+    def _chosen(self) -> tuple[set[fx.Node], set[fx.Node], dict[fx.Node, float]]:
+        return set(self.dropped), set(self.gone), dict(self.prices)
+
+    def _walk_from_either(self, limit: float) -> None:
+        """`_walk` from where nothing is given up; if that does not suffice, also from here, to where the peak is
+        lower."""
+        moves, here = self._moves(), self._chosen()
+        self._set(set(), [])
+        self._walk(moves, limit)
+        if (peak := self.peak()) > limit:
+            walked = self._chosen()
+            self.dropped, self.gone, self.prices = here
+            self._walk(moves, limit)
+            if self.peak() >= peak:
+                self.dropped, self.gone, self.prices = walked
+
+    def _in_least_time(self, limit: float) -> bool:
+        """Choose by `LeastTime` at the lowest price at which the peak is at most ``limit``; between two prices, as few
+        blocks as suffice take the higher one, and as few results as suffice are offloaded. False: the highest price,
+        which is left chosen, is not enough."""
+        stores = LeastTime(self.plan, self.needs, self.again, self.sizes, self._seconds)
+        low, high = stores.at(0.0), stores.at(_HIDDEN_PRICE / HOST_LINK)
+        copies = self._choose_all(high.of_all, False) > limit
+        if copies:
+            low = high
+            if self._choose_all(high.of_all, True) > limit:
+                high = stores.at(math.inf)
+                if self._choose_all(high.of_all, True) > limit:
+                    return False
+        while middle := stores.between(low, high):
+            if self._choose_all(middle.of_all, copies) <= limit:
+                high = middle
+            else:
+                low = middle
+        self._mix(low, high, copies, limit)
+        away, dropped = sorted(self.gone - self.fixed, key=self.position.__getitem__), set(self.dropped)
+        self._fewest(len(away), lambda n: self._set(dropped, away[:n]) <= limit)
+        return True
+
+    def _choose_all(self, dropped: set[fx.Node], copies: bool) -> int:
+        """The peak where ``dropped`` are recomputed and, with ``copies``, all others are offloaded for which
+        computation does not wait: the first ones, as what is sent first leaves memory first."""
+        away: list[fx.Node] = []
+        if copies:
+            room = math.inf
+            if self.host is not None and self.step.mesh is None:  # ranks must choose the same
+                room = self.host / self.step.in_flight - sum(self.sizes[r] for r in self.fixed)
+            for root in sorted(self.movable - dropped, key=self.position.__getitem__):
+                if _LEAST_COPY <= self.sizes[root] <= room:
+                    away.append(root)
+                    room -= self.sizes[root]
+        peak = self._set(dropped, away)
+        while waits := [root for root in away if not self.routes[root].hidden]:
+            away = [root for root in away if root not in waits]
+            peak = self._set(dropped, away)
+        return peak
+
+    def _set(self, dropped: set[fx.Node], away: list[fx.Node]) -> int:
+        """The peak where ``dropped`` are recomputed and ``away`` are offloaded."""
+        paid: set[fx.Node] = set()
+        self.dropped, self.gone = set(dropped), {*self.fixed, *away}
+        self.prices = {r: self._again_seconds(r, paid) for r in sorted(dropped, key=self.position.__getitem__)}
+        self.prices |= {r: _HIDDEN_PRICE * host_copy_seconds(self.sizes[r]) for r in away}
+        self._note(curve := self.curve())
+        return int(curve.max())
+
+    def _mix(self, low: Stores, high: Stores, copies: bool, limit: float) -> None:
+        """Let as few blocks as suffice choose as in ``high``, the others as in ``low``: the last blocks, so that copies
+        can begin early, or the first or the middle ones, so that what is read soon is kept."""
+        size, found = len(low.dropped), []
+        numbers = [i for i in range(size) if low.dropped[i] != high.dropped[i]]
+        middle = sorted(numbers, key=lambda i: abs(2 * i - size))
+        for order in (numbers[::-1], numbers, middle):
+
+            def meets(count: int, order: list[int] = order) -> bool:
+                return self._choose_all(high.mixed(low, {*order[:count]}), copies) <= limit
+
+            self._fewest(len(order), meets)
+            found.append((sum(self.prices.values()), set(self.dropped)))
+        self._choose_all(min(found, key=lambda pair: pair[0])[1], copies)
+
+    @staticmethod
+    def _fewest(most: int, meets: Callable[[int], bool]) -> None:
+        """Leave chosen what ``meets`` chooses for the least number for which it holds, as it does for ``most``."""
+        least, met = 0, most
+        while least < met:
+            middle = (least + met) // 2
+            least, met = (least, middle) if meets(middle) else (middle + 1, met)
+        meets(met)
 
     def _walk(self, moves: list[tuple[tuple, fx.Node, str]], limit: float) -> None:
         curve, before = self.curve(), np.inf
@@ -300,7 +407,7 @@ class Fit:
         """Keep what need not be given up, the most expensive first."""
         if self.peak() > limit:
             return
-        for root in sorted(self.prices, key=lambda root: (-self.prices[root], self.position[root]))[: 2 * _STRIDE]:
+        for root in sorted(self.prices, key=lambda root: (-self.prices[root], -self.position[root]))[: 2 * _STRIDE]:
             was = self._choice(root)
             self._choose(root, None)
             if self.peak() > limit:
@@ -320,9 +427,16 @@ class Fit:
                 moves.append(((_digits(hidden), -_digits(again), self.position[root]), root, "offload"))
         return sorted(moves, key=lambda move: move[0])
 
-    def _again_seconds(self, root: fx.Node) -> float:
-        """Seconds to recompute ``root`` from results that are saved, or dropped and already paid for."""
-        seen: set[fx.Node] = set()
+    def _seconds(self, root: fx.Node) -> float:
+        """Seconds of the operator behind ``root``. A compiler joins operators to kernels, each of which has the seconds
+        of one of its nodes; what it would have written without need is a kernel of its own."""
+        joined = 0.0 if root in self.plan.gathers else self.trips.seconds.get(self.plan.operator(root), 0.0)
+        return self.plan.seconds(root) if not joined and root in self.plan.saved else joined
+
+    def _again_seconds(self, root: fx.Node, paid: set[fx.Node] | None = None) -> float:
+        """Seconds to recompute ``root`` from results that are saved, or dropped and already paid for. ``paid``:
+        operators that run again anyway; those of ``root`` are added."""
+        seen: set[fx.Node] = set() if paid is None else paid
         queue, seconds = [root], 0.0
         while queue:
             node = queue.pop()
@@ -332,7 +446,7 @@ class Fit:
             if node not in self.again:
                 continue
             seen.add(operator)
-            seconds += self.plan._seconds(node)
+            seconds += self._seconds(node)
             queue += self.plan.sources(node)
         return seconds
 
@@ -399,17 +513,9 @@ class Fit:
 
     def rewrite(self) -> None:
         """Change the graph."""
-        again = self.dropped | {n for n in self.again if n not in self.needs}
-        if self.dropped:
-            self.plan.rewrite(again)
-        if self.gone:
-            fit = self
-            if self.dropped:  # the graph is another one
-                gone = {root.name for root in self.gone}
-                fit = Fit(self.step, replace(self.options, modules=()))
-                fit.gone = {root for root in fit.needs if root.name in gone}
-            fit.intervals()
-            offload.rewrite(fit.plan, fit.routes)
+        again = self.dropped | {n for n in self.again if n not in self.needs} if self.dropped else set()
+        self.intervals()
+        offload.rewrite(self.plan, self.routes, again)
 
 
 def _digits(value: float) -> float:

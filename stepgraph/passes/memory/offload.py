@@ -13,6 +13,7 @@ import functools
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+import numpy as np
 from torch import fx
 
 from stepgraph.costs import links
@@ -53,7 +54,7 @@ class Trips:
         self.plan, nodes = plan, plan.nodes
         graph, aliases = plan.step.graph, plan.aliases
         self.fusion = Fusion(graph, aliases, compiled)
-        seconds = Roofline(graph, aliases, self.fusion, ASSUMED).seconds
+        self.seconds = seconds = Roofline(graph, aliases, self.fusion, ASSUMED).seconds
         starts = simulate(graph, seconds, ASSUMED, links.groups_of(graph.nodes)).starts
         self.times: list[float] = []
         """When each node runs, in seconds."""
@@ -64,14 +65,21 @@ class Trips:
             self.times.append(max(starts.get(node.name, 0.0), self.times[-1] if self.times else 0.0))
             self.done.append(done)
             done = max(done, starts.get(node.name, 0.0) + seconds.get(node, 0.0))
+        self.undelayed = np.array(self.times)
         self._seconds = functools.cache(lambda root: host_copy_seconds(tensor_bytes(root)))  # of its copy
         self.first_backward = next((i for i, node in enumerate(nodes) if plan.is_backward(node)), len(nodes) - 1)
         self.block_ends, self.block_begins = self._block_ends(("forward", "loss")), self._block_ends(("backward",))
         cut = compiled and len(plan.step.blocks) >= _FEWEST_BLOCKS
         self.ends, self.begins = (self.block_ends, self.block_begins) if cut else (range(len(nodes)),) * 2
-        #: Between these places, results are away.
+        #: Copies begin before the one and come back after the other.
         self.latest = self.block_ends[-1] if cut else self.first_backward
         self.earliest = max(self.block_begins[0] if cut else 0, self.first_backward)
+
+    def delay(self, seconds: dict[int, float]) -> None:
+        """Let recomputation take ``seconds`` just before the nodes at these places."""
+        late = np.zeros(len(self.times))
+        late[list(seconds)] = list(seconds.values())
+        self.times = (self.undelayed + np.cumsum(late) - late).tolist()
 
     def _block_ends(self, phases: Collection[str]) -> list[int]:
         """Where nothing more computes in one repeated block before another begins, and where the last has ended: as a
@@ -118,8 +126,8 @@ class Trips:
         for root, _, _ in needs:
             out = self._at_or_after(self.ends, self.plan.aliases.position[root] + 1, self.latest)
             free = max(free, self.times[out]) + self._seconds(root)
-            place = bisect.bisect_left(self.times, free, out, self.latest)
-            away[root] = out, self._at_or_after(self.ends, place, self.latest), free
+            place = bisect.bisect_left(self.times, free, out, self.earliest)
+            away[root] = out, self._at_or_after(self.ends, place, self.earliest), free
         trips, until = {}, float("inf")
         for root, _, first in sorted(needs, key=lambda need: -need[2]):
             there = self._at_or_before(self.begins, first, self.earliest)
@@ -127,12 +135,14 @@ class Trips:
             back = max(bisect.bisect_right(self.times, until) - 1, self.earliest)
             back = min(self._at_or_before(self.begins, back, self.earliest), there)
             out, end, done = away[root]
-            hidden = done <= self.times[end] and until >= self.times[back]
-            if not hidden:  # computation waits, or memory would not be free
+            # Where computation waits, or memory would not be free.
+            if waits_out := done > self.times[end]:
                 i = bisect.bisect_left(self.block_ends, out) + _FARTHEST
                 end = min(end, self.block_ends[min(i, len(self.block_ends) - 1)]) if self.block_ends[-1] >= out else end
+            if waits_back := until < self.times[back]:
                 i = bisect.bisect_right(self.block_begins, there) - 1 - _FARTHEST
                 back = max(back, min(self.block_begins[max(i, 0)], there))
+            hidden = not (waits_out or waits_back)
             trips[root] = Trip(out, max(out, end), max(back, end), there, hidden)
         return trips
 
@@ -153,8 +163,8 @@ def _is_dense(node: fx.Node) -> bool:
     return span == value.numel()
 
 
-def rewrite(plan: Plan, trips: dict[fx.Node, Trip]) -> None:
-    """Let each result of ``trips`` go to the host and come back."""
+def rewrite(plan: Plan, trips: dict[fx.Node, Trip], again: set[fx.Node]) -> None:
+    """Let each result of ``trips`` go to the host and come back, and recompute those of ``again``."""
     there: dict[fx.Node, fx.Node] = {}
     stages: dict[fx.Node, fx.Node] = {}
 
@@ -175,4 +185,4 @@ def rewrite(plan: Plan, trips: dict[fx.Node, Trip]) -> None:
     for root in ordered(3):
         add(RELOAD_END, trips[root].there, root, "backward", stages[root])
         there[root] = stages[root]
-    plan.rewrite(set(trips), there)
+    plan.rewrite(again.union(trips), there)

@@ -277,9 +277,9 @@ class Plan:
         """The order in which results are given up: seconds per byte, in three digits; of equal ones the largest, and
         then the first, so that every rank chooses the same."""
         size = tensor_bytes(node)
-        return float(f"{self._seconds(node) / max(size, 1):.3g}"), -size, self.aliases.position[node]
+        return float(f"{self.seconds(node) / max(size, 1):.3g}"), -size, self.aliases.position[node]
 
-    def _seconds(self, node: fx.Node) -> float:
+    def seconds(self, node: fx.Node) -> float:
         """Seconds to compute ``node`` again, as a kernel of its own."""
         return links.seconds(node) if node in self.gathers else node_seconds(self.operator(node))
 
