@@ -5,8 +5,9 @@
 Inductor fuses a concatenation with the computation of its parts. The kernel computes every part for every element and
 keeps one: the gradient of a gated GELU takes four times as long as its memory traffic would. `concat` is compiled to a
 buffer instead, and each part is written to its place in it, by one kernel if all parts have one size.
-Matches `cat` and `stack` of parts of one shape, at least one of them computed by Inductor, that no kernel of Inductor
-reads. Tier exact: no operator computes anything else. Preconditions: a GPU, the whole graph compiled, one dtype.
+Matches `cat` and `stack` of parts of one shape, or of large ones, at least one of them computed by Inductor, that no
+kernel of Inductor reads. Tier exact: no operator computes anything else. Preconditions: a GPU, the whole graph
+compiled, one dtype.
 """
 
 from torch import fx
@@ -19,6 +20,9 @@ from stepgraph.passes.contract import PassReport, StepGraph, register
 
 #: The fewest elements of the result for which it is replaced: a smaller one fits in the cache.
 _LEAST = 1 << 22
+
+#: The fewest elements of a part of another size, for which a kernel is launched of its own.
+_LEAST_OF_PART = 1 << 20
 
 
 @register(
@@ -45,8 +49,9 @@ def concat_in_place(step: StepGraph, options: object, report: PassReport) -> Non
         computed = any(fusion.kernel(aliases.root(part)) is kernel for part in parts)
         if not computed or any(fusion.kernel(user) is kernel for user in _readers(node)):
             continue
-        alike = y.is_contiguous() and all((v.shape, v.dtype) == (values[0].shape, y.dtype) for v in values)
-        if not report.takes(parts if alike else "its parts differ in shape or dtype, or it is not contiguous", node):
+        even = all(v.shape == values[0].shape for v in values) or min(v.numel() for v in values) >= _LEAST_OF_PART
+        fits = even and y.is_contiguous() and all(v.dtype == y.dtype for v in values)
+        if not report.takes(parts if fits else "parts are small, or of several dtypes, or it is not contiguous", node):
             continue
         dim = (node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % y.ndim
         build = Builder(node, before=node)

@@ -28,6 +28,19 @@ class Gated(nn.Module):
         return q.sin() * k.cos() + v
 
 
+class Grouped(nn.Module):
+    """A fused projection to queries and fewer keys and values."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 2 * width, bias=False), nn.Linear(width // 2, width, bias=False)
+        self.half = width // 2
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split([2 * self.half, self.half, self.half], -1)
+        return self.out(q[..., : self.half].sin() * k.cos() + v * q[..., self.half :].tanh())
+
+
 class Rotated(nn.Module):
     """A concatenation that what Inductor compiles reads."""
 
@@ -45,6 +58,8 @@ class Rotated(nn.Module):
     [
         (Gated, 512, {}, 2),
         (Gated, 64, {}, 0),  # in the cache
+        (Grouped, 512, {}, 1),
+        (Grouped, 192, {}, 0),  # whose keys are
         (Gated, 512, {"inductor": "regional"}, None),
         (Rotated, 2048, {}, 0),
     ],
@@ -59,18 +74,19 @@ def test_parts_that_are_computed_are_written_in_place(model, width, options, cha
     assert len(step.calling(ours.concat.default)) == (changed or 0)
 
 
+@pytest.mark.parametrize("more", [0, 3])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_compiled_to_a_buffer_it_is_cat(dim):
+def test_compiled_to_a_buffer_it_is_cat(dim, more):
     def computed(x, y):
-        return (ours.concat.default([x.sin() * y, x.cos(), y], dim),)
+        return (ours.concat.default([x.sin() * x, y.cos(), y], dim),)
 
     compat.lower_as_buffer(ours.concat.default)
-    given = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    given = torch.randn(3, 4, 5), torch.randn([size + more * (d == dim) for d, size in enumerate((3, 4, 5))])
     graph = torch.fx.experimental.proxy_tensor.make_fx(computed, tracing_mode="fake")(*given)
     function = compat.inductor_compile(graph, given, {})
     source = compat.inductor_source(function)
     x, y = given
-    torch.testing.assert_close(function([x, y])[0], torch.cat([x.sin() * y, x.cos(), y], dim))
+    torch.testing.assert_close(function([x, y])[0], torch.cat([x.sin() * x, y.cos(), y], dim))
     assert "stepgraph.concat" not in source.rpartition("def call(")[2]
 
 
