@@ -138,7 +138,7 @@ def _status(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except ValueError as error:
-        _tell(" ".join(str(error).split()))
+        _print_error(" ".join(str(error).split()))
         return 2
     except KeyboardInterrupt:  # training saves and ends on its own
         if os.environ.get("RANK", "0") == "0":
@@ -146,7 +146,7 @@ def _status(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def _tell(error: str) -> None:
+def _print_error(error: str) -> None:
     """Print a usage error; if several ranks have the same one, only the first prints it."""
     if "RANK" in os.environ:
         from stepgraph import parallel

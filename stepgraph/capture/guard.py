@@ -1,6 +1,6 @@
 """The guard of an update: all conditions of a step in one flag, and restoring state that forward wrote.
 
-The optimizer's writes heed the flag themselves (see `Skip`), so that what they would change keeps every bit. What
+The optimizer's writes respect the flag themselves (see `Skip`), so that what they would change keeps every bit. What
 forward writes in place, buffers above all, is kept from before the step in inputs of kind ``before``, and written back
 at the end of a step that is left out. Nothing of this waits for the host. With no condition the guard adds no node.
 
@@ -59,7 +59,7 @@ def collected() -> Iterator[Conditions]:
 
 
 def collecting() -> bool:
-    """Whether a trace collects conditions: otherwise code runs eagerly, and nothing would heed them."""
+    """Whether a trace collects conditions: otherwise code runs eagerly, and nothing would respect them."""
     return bool(_open)
 
 

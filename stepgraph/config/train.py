@@ -400,10 +400,10 @@ def decode(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     if hint in (bool, int, str) and type(value) is hint:
         return value
-    raise ValueError(f"{where}={value!r} in a run's configuration must be {_told(hint)}")
+    raise ValueError(f"{where}={value!r} in a run's configuration must be {_allowed(hint)}")
 
 
-def _told(hint: Any) -> str:
+def _allowed(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}"

@@ -113,7 +113,7 @@ def test_the_table_of_a_gpu():
     ]
     # 655,360 tokens/s x 3e8 FLOP = 197 TFLOP/s, of 989.5
     assert table[5] == ["stepgraph", "100", "1.25x", "2.00x", "655,360", "29.50", "8.3300", "0.5", "197", "19.9%"]
-    assert table[3][2] == "0.83x"  # compile beside the better mode
+    assert table[3][2] == "0.83x"  # compile next to the better mode
     assert table[6] == ["stepgraph-exact", "failed", *[""] * 8]
     assert len({len(line) for line in lines if line.startswith("|")}) == 1  # aligned
     text = "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A step of several graphs: seconds add up, and state that a graph does not take lies beside it."""
+"""A step of several graphs: seconds add up, and state that a graph does not take lies next to it."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from stepgraph.integrations.trainer import _TARGETS
 
 VOCAB, LENGTH, ROWS = 67, 12, 24  # of a vocabulary that two ranks do not divide
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-#: Models as Hugging Face has them: name -> (configuration, options beside the shape).
+#: Models as Hugging Face has them: name -> (configuration, options next to the shape).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {}),
     "llama3.2": ("LlamaConfig", {"tie_word_embeddings": True}),

@@ -1,4 +1,4 @@
-"""Experts' tokens beside compute: bitwise the step without it, and what runs while they travel."""
+"""Experts' tokens next to compute: bitwise the step without it, and what runs while they travel."""
 
 import copy
 import dataclasses

@@ -23,7 +23,7 @@ STEPS = 2
 
 
 def chosen(memory="none"):
-    """The exact passes, with more room for what runs beside exchanges: a model so small is nearly all temporary."""
+    """The exact passes, with more room for what runs next to exchanges: a model so small is nearly all temporary."""
     passes = configured("exact", memory=memory, cuda_graph=False)
     return [p.with_options(memory=4.0) if p.name == "overlap_experts" else p for p in passes]
 

@@ -1,4 +1,4 @@
-"""The example of docs/fine_tuning.md on a GPU, beside the same run of transformers' model in a plain loop there."""
+"""The example of docs/fine_tuning.md on a GPU, next to the same run of transformers' model in a plain loop there."""
 
 import json
 import math

@@ -185,7 +185,7 @@ def test_training_is_one_cuda_graph_and_repeats_itself(recipe, memory):
 @hopper
 @pytest.mark.parametrize("shape", [(16384, 2048), (16384, 8192), (8192, 4096), (8192, 14336), (8192, 2048)], ids=str)
 def test_casts_are_near_the_speed_of_a_copy(shape, capsys):
-    """By graph replay: bytes that a cast must move over the time that it takes, beside a copy's."""
+    """By graph replay: bytes that a cast must move over the time that it takes, next to a copy's."""
     x = torch.randn(shape, device=DEVICE).to(BF16)
     amax, n = amax_of(x), x.numel()
     calls = {

@@ -78,7 +78,7 @@ def test_kernels_of_a_shared_vocabulary(V, dtype):
 
 @pytest.mark.parametrize("V", [100, 20000])
 def test_sum_rows_apart_and_minus_infinity(V):
-    """A vocabulary padded in memory, masked logits; what lies beside the rows stays as it is."""
+    """A vocabulary padded in memory, masked logits; what lies next to the rows stays as it is."""
     padded, targets = inputs(16, V + 24, torch.bfloat16)
     targets.clamp_(max=V - 1)
     padded[:, V // 2 : V // 2 + 7] = -float("inf")
@@ -193,7 +193,8 @@ def test_a_llama_trains_as_without(deterministic, passes):
 
 
 def test_peak_memory_is_lower():
-    """Logits (bf16) of 8 x 1024 rows of 32768: without the pass, fp32 logits, softmax and gradient come beside them."""
+    """Logits (bf16) of 8 x 1024 rows of 32768: without the pass, fp32 logits, softmax and gradient come next to
+    them."""
     config = Llama3Config(dim=128, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=256, vocab_size=32768, max_seq_len=1024)
     ids = torch.randint(config.vocab_size, (8, 1024), device=DEVICE)
     batch, peaks = {"tokens": ids, "targets": ids}, []

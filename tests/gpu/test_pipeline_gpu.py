@@ -257,7 +257,8 @@ def test_a_pipeline_with_optimizer_state_on_the_host():
 
 
 def _messages_replayed(mesh):
-    """Four microbatches there and back through two places, in a CUDA graph that is replayed, beside what gloo moves."""
+    """Four microbatches there and back through two places, in a CUDA graph that is replayed, next to what gloo
+    moves."""
     group = mesh.axis("pp").get_group()
     x = torch.zeros(4, 300, 200, device="cuda", dtype=torch.bfloat16)
     box = [0, 2, 2, x[0].nbytes]

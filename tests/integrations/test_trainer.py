@@ -1,4 +1,4 @@
-"""`GraphTrainer` beside ``transformers.Trainer``: the same logs, the same weights, the same checkpoints."""
+"""`GraphTrainer` next to ``transformers.Trainer``: the same logs, the same weights, the same checkpoints."""
 
 import os
 

@@ -20,7 +20,7 @@ def test_any_strides(name):
 
 
 def test_every_operator_is_there():
-    """Of norms, losses, embeddings and experts; the others have their tests beside them."""
+    """Of norms, losses, embeddings and experts; the others have their tests next to them."""
     rooms = Path(stepgraph.__file__).parent / "kernels"
     sources = [
         file.read_text() for room in ("norm", "loss", "embedding", "moe") for file in (rooms / room).glob("*.py")

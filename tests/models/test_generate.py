@@ -1,4 +1,4 @@
-"""Generation with a key-value cache, beside the same model without one and beside transformers' own."""
+"""Generation with a key-value cache, next to the same model without one and next to transformers' own."""
 
 import math
 from collections import Counter

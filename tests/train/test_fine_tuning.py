@@ -1,4 +1,4 @@
-"""The example of docs/fine_tuning.md, followed, and beside the same run of transformers' model in a plain loop."""
+"""The example of docs/fine_tuning.md, followed, and next to the same run of transformers' model in a plain loop."""
 
 import json
 import re

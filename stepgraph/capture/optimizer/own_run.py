@@ -226,7 +226,7 @@ class Run:
         self.host.counts.append(self._counts[key][-1])
         return found
 
-    def stand_for(self, place: int, tensor: Tensor | None = None) -> Any:
+    def make_stand_in(self, place: int, tensor: Tensor | None = None) -> Any:
         """What ``step`` has for the live value at ``place``; ``tensor``: a scalar that it has already."""
         if not isinstance(self.tape.entries[place].value, Tensor):
             return wrapped(self.tape, place)
@@ -338,7 +338,7 @@ class Run:
             if name in member.state:
                 found.append(member.state[name])
             elif (isinstance(leaf, Tensor) or type(leaf) in NUMBERS) and name == key:
-                found.append(self.stand_for(self.count(f"state.{key}", leaf, (self._holder(member), key))))
+                found.append(self.make_stand_in(self.count(f"state.{key}", leaf, (self._holder(member), key))))
             else:
                 found.append(leaf)
         self._before[id(member.tensor), key] = spec, found

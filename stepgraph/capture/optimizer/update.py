@@ -73,7 +73,7 @@ class Made:
                 del run.mode.places[compat.storage_key(value)]
                 run.give_input(f"state {id(member.live)} {key}", value)
                 return value
-            return run.stand_for(run.count(f"state.{key}", start, no_place), value)
+            return run.make_stand_in(run.count(f"state.{key}", start, no_place), value)
         if value.ndim == 0 and value.device.type == "cpu":
             run.own.learned.on_tape[key, is_scalar] = False
         parts, wrapping = unwrap(value)

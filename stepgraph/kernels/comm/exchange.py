@@ -159,7 +159,7 @@ class _Symmetric(Ranks):
         self.turn, self.answers = self.workspace.take_turn(), place is not None
         self.side = self.workspace.stream
         self.sent: list[Tensor] = []  # kept until it is sent
-        self.beside = False
+        self.side_stream_busy = False
 
     def send(self, peer: int, *pieces: Tensor) -> None:
         place = self.workspace.place(self.turn, peer, self.rank, self.like).view(-1)
@@ -171,7 +171,7 @@ class _Symmetric(Ranks):
                 to.copy_(piece.view(-1))
             self.workspace.flag(peer, COME[self.turn], self.rank).copy_(self.workspace.one)
         self.sent += pieces
-        self.beside = True
+        self.side_stream_busy = True
 
     def take(self, peer: int) -> Tensor:
         self.workspace.memory.wait_signal(peer, COME[self.turn])
@@ -181,12 +181,12 @@ class _Symmetric(Ranks):
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
             to.copy_(part)
-        self.beside = True
+        self.side_stream_busy = True
 
     def join(self) -> None:
-        if self.beside:
+        if self.side_stream_busy:
             torch.cuda.current_stream().wait_stream(self.side)
-        self.beside = False
+        self.side_stream_busy = False
 
     def finish(self) -> None:
         self.join()

@@ -90,7 +90,7 @@ class _Written:
     def __init__(self, group: dist.ProcessGroup, place: Place, nbytes: int, device: torch.device):
         current().count += 1
         self.workspace = current().shared(group, nbytes, device, place)
-        self.rank, self.ranks, self.kept, self.beside = group.rank(), group.size(), (), False
+        self.rank, self.ranks, self.kept, self.side_stream_busy = group.rank(), group.size(), (), False
 
     def tell(self, channel: int) -> None:
         """All ranks see the flag of this one."""
@@ -102,7 +102,7 @@ class _Written:
 
     def send(self, x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int) -> None:
         """On the second stream; what it reads is kept until the exchange ends."""
-        self.kept, self.beside = (x, order, to), True
+        self.kept, self.side_stream_busy = (x, order, to), True
         side = self.workspace.stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -117,9 +117,9 @@ class _Written:
         self.tell(COME[0])
 
     def join(self) -> None:
-        if self.beside:
+        if self.side_stream_busy:
             torch.cuda.current_stream().wait_stream(self.workspace.stream)
-        self.beside = False
+        self.side_stream_busy = False
 
     def take(self, like: Tensor, came: Tensor | None, zero_rest: bool = True) -> Tensor:
         """What was written here: a row for each of ``came``, of all ranks where it is None; where ``came`` is -1

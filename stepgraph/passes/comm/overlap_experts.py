@@ -229,9 +229,9 @@ def _effects(step: StepGraph, exchanges: set[fx.Node], before: Timeline, after: 
                 sums = waited[c.role, c.phase]
                 sums[i] += c.exposed_seconds
                 sums[2] += c.seconds * i
-    beside = _beside(step, exchanges)
+    overlapped = _overlapped(step, exchanges)
     for (kind, phase), (was, now, whole) in waited.items():
-        others = beside.get((kind, phase), {})
+        others = overlapped.get((kind, phase), {})
         most = sorted((path for path in others if others[path] > 0), key=others.get, reverse=True)[:3]
         yield (
             f"{kind}, {phase}: of {whole * 1e3:.2f} ms exposed {was * 1e3:.2f} before, {now * 1e3:.2f} after"
@@ -239,19 +239,19 @@ def _effects(step: StepGraph, exchanges: set[fx.Node], before: Timeline, after: 
         )
 
 
-def _beside(step: StepGraph, exchanges: set[fx.Node]) -> dict[tuple[str, str], dict[str, float]]:
+def _overlapped(step: StepGraph, exchanges: set[fx.Node]) -> dict[tuple[str, str], dict[str, float]]:
     """For each kind and phase of exchange the modules, within their block, that compute while one is in flight."""
     seconds = assumed_seconds(step.graph)
-    travelling: dict[fx.Node, tuple[str, str]] = {}
+    in_flight: dict[fx.Node, tuple[str, str]] = {}
     found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for node in step.graph.nodes:
         if node in exchanges:
-            travelling[node] = (role_of(node).kind, phase_of(node))
+            in_flight[node] = (role_of(node).kind, phase_of(node))
         elif stage_of(node) in ("wait", "end"):
-            travelling.pop(node.args[0], None)
-        elif travelling and seconds.get(node):
+            in_flight.pop(node.args[0], None)
+        elif in_flight and seconds.get(node):
             block = step.block_of(node)
             path = provenance(node).path.removeprefix(block or "").strip(".") or "the block itself"
-            for key in set(travelling.values()):
+            for key in set(in_flight.values()):
                 found[key][".".join(path.split(".")[:2])] += seconds[node]
     return found

@@ -261,7 +261,7 @@ class Watch:
     def _watch(self) -> None:
         told: float | None = None
         while not self._done.is_set():
-            self._tell()
+            self._report()
             if select.select([self._read], [], [], _POLL_S)[0]:
                 signals = os.read(self._read, 64)
                 if told is None and any(number in signals for number in stopping()):
@@ -282,7 +282,7 @@ class Watch:
                 limit = f"--comm-timeout {self.timeout_s:g}, and the slowest step took {self._slowest_s:.1f} s"
                 self._end(f"{place.what} made no progress for {now - place.since:.0f} s ({limit})", place)
 
-        self._tell()  # that this rank has ended
+        self._report()  # that this rank has ended
 
     @property
     def _first_limit_s(self) -> float:
@@ -366,7 +366,7 @@ class Watch:
 
     # ---- messages between ranks ----
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._store is not None:
             silent = time.monotonic() - self._heard[1]
             beat = [time.time(), self.where, socket.gethostname(), os.getpid(), round(silent, 1)]

@@ -34,7 +34,7 @@ class BackgroundSaves:
         self._enough = threading.Event()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._told: list[str] = []
+        self._lines: list[str] = []
 
     def prepare(self, state: dict) -> None:
         """Let a thread take the host memory for copies of ``state``. The first save waits until it is done; where it
@@ -50,7 +50,7 @@ class BackgroundSaves:
                 return
             if missing and not self._enough.is_set():
                 room, seconds = sum(map(_room_of, missing.values())) / 2**30, time.perf_counter() - began
-                self._told.append(f"host memory for copies of the state: {room:.2f} GiB, ready after {seconds:.1f} s")
+                self._lines.append(f"host memory for copies of the state: {room:.2f} GiB, ready after {seconds:.1f} s")
 
         self._preparing = threading.Thread(target=run, name="memory for checkpoints", daemon=True)
         self._preparing.start()
@@ -75,7 +75,7 @@ class BackgroundSaves:
                 self._failure = failure
             else:
                 seconds = time.perf_counter() - began
-                self._told.append(
+                self._lines.append(
                     f"checkpoint of step {step}: the run waited {waited:.2f} s, written in {seconds:.1f} s"
                 )
 
@@ -88,8 +88,8 @@ class BackgroundSaves:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        told, self._told = self._told, []
-        return told
+        lines, self._lines = self._lines, []
+        return lines
 
     def finish(self) -> None:
         """Wait for the save in progress, and raise what it raised. No further memory is allocated."""

@@ -303,7 +303,7 @@ class TokenCache:
         return all(file.exists() and file.stat().st_size >= size for file, size in files.items())
 
     def _write(self) -> None:
-        self._told_at, self._told = time.monotonic(), False
+        self._said_at, self._has_said = time.monotonic(), False
         try:
             with (self.folder / "lock").open("rb") as lock:
                 while not self._stop.is_set() and not self._progress()["whole"]:
@@ -311,16 +311,16 @@ class TokenCache:
                         self._append()
                     else:
                         self._stop.wait(_POLL_S * 10)
-                        self._tell()
+                        self._say_progress()
         except BaseException as failure:  # raised by `wait`, in the thread that needs the tokens
             self._failure = failure
             self._grown.set()
 
-    def _tell(self) -> None:
+    def _say_progress(self) -> None:
         """Say how far it is: now and then, and at the end where that was said before."""
-        due = time.monotonic() >= self._told_at + NEWS_S
-        if self._say is not None and (due or (self._told and self._progress()["whole"])):
-            self._told_at, self._told = time.monotonic(), True
+        due = time.monotonic() >= self._said_at + NEWS_S
+        if self._say is not None and (due or (self._has_said and self._progress()["whole"])):
+            self._said_at, self._has_said = time.monotonic(), True
             self._say(f"tokens: {self.describe()}")
 
     def _append(self) -> None:
@@ -397,7 +397,7 @@ class TokenCache:
         content |= {"counts": dict(stream.counts), "whole": whole} | ({"told": stream.told} if stream.told else {})
         write_text(self.folder / "progress.json", json.dumps(content))
         self._grown.set()
-        self._tell()
+        self._say_progress()
 
     def _cannot_write(self, error: OSError) -> str:
         return f"cannot write the token cache {self.folder}: {error.strerror}; choose another folder by --data-cache"

@@ -306,7 +306,9 @@ class Wandb:
                 config=options,
             )
         except Exception as failure:  # its own kinds of error, and its service's
-            raise ValueError(f"wandb does not start ({_told(failure)}): log in, or set WANDB_MODE=offline") from failure
+            raise ValueError(
+                f"wandb does not start ({_one_line(failure)}): log in, or set WANDB_MODE=offline"
+            ) from failure
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """Record ``scalars`` by their TensorBoard tags. A step that was recorded before a resume is not again. OSError,
@@ -327,11 +329,11 @@ def _failing() -> Iterator[None]:
         yield
     except Exception as failure:
         raise OSError(
-            f"wandb failed ({_told(failure)}): continue without --log wandb, or with WANDB_MODE=offline"
+            f"wandb failed ({_one_line(failure)}): continue without --log wandb, or with WANDB_MODE=offline"
         ) from failure
 
 
-def _told(failure: Exception) -> str:
+def _one_line(failure: Exception) -> str:
     return " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
 
 

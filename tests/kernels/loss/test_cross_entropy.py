@@ -89,7 +89,7 @@ def test_targets_out_of_range(target):
 
 
 def masked():
-    """Logits of -inf, as masks of the vocabulary write them: beside the target, and (the last row) on it."""
+    """Logits of -inf, as masks of the vocabulary write them: next to the target, and (the last row) on it."""
     logits, targets = inputs(4, 9, ignored=0)
     logits[0, :] = -INF
     logits[0, targets[0]] = 1.5

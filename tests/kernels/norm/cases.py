@@ -30,8 +30,8 @@ def exact(kind, x, weight, bias, residual, weight_offset=0.0, eps=EPS):
 def tolerance(dtype, n, rows=1):
     """Absolute and relative: one rounding to ``dtype``, and sums of ``n`` (and ``rows``) float32 terms of order one.
 
-    A value of order one is stored to within half an ulp (eps/2 relative; eps leaves room for the value just beside it).
-    A float32 sum of m terms in a tree errs by about log2(m) * eps32 relative to the sum of magnitudes; 16 covers
+    A value of order one is stored to within half an ulp (eps/2 relative; eps leaves room for the value just next to
+    it). A float32 sum of m terms in a tree errs by about log2(m) * eps32 relative to the sum of magnitudes; 16 covers
     m = 65,536. Sums over rows add sqrt(rows) magnitudes of order one.
     """
     eps = torch.finfo(dtype).eps

@@ -1,4 +1,4 @@
-"""The modules beside torch's own: constructors, state dicts, results."""
+"""The modules next to torch's own: constructors, state dicts, results."""
 
 import copy
 

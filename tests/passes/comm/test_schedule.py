@@ -42,7 +42,7 @@ class Program:
 
 
 def test_halves_and_a_shared_expert():
-    """Both dispatches start at once; experts a run beside dispatch b, and b beside combine a."""
+    """Both dispatches start at once; experts a run next to dispatch b, and b next to combine a."""
     p = Program()
     x = p.input()
     chains = []

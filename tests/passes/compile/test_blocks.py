@@ -85,7 +85,7 @@ def check_ranks(spec):
     "spec", ["fsdp=2,tp=2", *(pytest.param(spec, marks=pytest.mark.long) for spec in ("fsdp=2", "hsdp=2x2"))]
 )
 def test_blocks_repeat_on_ranks(spec):
-    """With gathers ahead and reductions behind, which run beside another block."""
+    """With gathers ahead and reductions behind, which run next to another block."""
     in_fake_world(0, MeshSpec.parse(spec).size, check_ranks, spec)
 
 

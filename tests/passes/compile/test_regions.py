@@ -125,7 +125,7 @@ def test_norm_regions_hold_the_whole_norm_and_the_addition_before(tools, dtype):
 
 
 class Inlined(nn.Module):
-    """A norm, a rotation and a gated product written into one module, beside products of matrices."""
+    """A norm, a rotation and a gated product written into one module, next to products of matrices."""
 
     def __init__(self, style="halves"):
         super().__init__()

@@ -100,7 +100,7 @@ def test_nothing_of_the_logits_size_is_allocated_twice(tools):
              and isinstance(v := n.meta.get("val"), torch.Tensor) and v.numel() == rows]  # fmt: skip
     assert all(n.meta["val"].dtype == torch.bfloat16 for n in large)
     assert aten.clone.default not in {n.target for n in large}
-    # What the operator replaced: at its peak, softmax and gradient in fp32 beside each other.
+    # What the operator replaced: at its peak, softmax and gradient in fp32 next to each other.
     assert before - estimate_memory(step.graph).peak >= rows * 4
 
 

@@ -30,7 +30,7 @@ def test_unfused_adamw_and_clipping_copy_nothing(tools, name):
     gradients = {n for n in gradients if phase_of(n) == "backward"}
     assert aten.copy_.default in tools.targets(step, "optimizer")
     (report,) = run_passes(step, ["inplace_update"])
-    # Left per parameter: the denominator and the step, which the formula needs beside its state.
+    # Left per parameter: the denominator and the step, which the formula needs next to its state.
     parameters = step.placeholders(Parameter)
     after = sum(map(tensor_bytes, allocated(step)))
     size = sum(map(tensor_bytes, parameters))

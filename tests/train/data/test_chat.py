@@ -1,4 +1,4 @@
-"""Conversations as tokens: beside transformers' own rendering, and rows of generated ones."""
+"""Conversations as tokens: next to transformers' own rendering, and rows of generated ones."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A tokenizer's files beside exported weights, read by transformers."""
+"""A tokenizer's files next to exported weights, read by transformers."""
 
 import json
 from pathlib import Path

@@ -57,7 +57,7 @@ def test_nothing_is_guessed():
     trace = Trace(replays(["copy", "gemm"], ["gemm", "copy", "copy"]))
     assert labels(trace, 2, order) == [None, A, A, None, None]
     assert labels(trace, 2, None) == [None] * 5
-    unknown = Trace([*replays(["other"]), *launched(9, 50, "gemm")])  # not in the order; launched beside the graph
+    unknown = Trace([*replays(["other"]), *launched(9, 50, "gemm")])  # not in the order; launched next to the graph
     assert labels(unknown, 1, order) == [None, None]
 
 

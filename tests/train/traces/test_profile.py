@@ -28,7 +28,7 @@ def test_the_page_has_measured_times(profiled):
     account = read_page(profiled / "page.html")
     summary = json.loads((profiled / "summary.json").read_text())
     measured = account["head"]["measured"]
-    # The third step alone: the first two warm up, and a profile makes its steps and those beside them slower.
+    # The third step alone: the first two warm up, and a profile makes its steps and those next to them slower.
     assert measured["step_ms"] is None or measured["step_ms"] == summary["step_ms_median"]
     assert account["head"]["device"].startswith("CPU") and account["head"]["forecast"].keys() == {"peak_bytes"}
     records = [json.loads(line) for line in (profiled / "metrics.jsonl").read_text().splitlines()]
