@@ -171,9 +171,9 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         found["peak_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["peak_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     if name.startswith("stepgraph"):
-        told = ("lora", "lora_experts", "fuse_norm", "attention", "fuse_loss")
+        told = "lora lora_experts tile_sequence fuse_norm attention fuse_loss fit_memory inductor".split()
         found["passes"] = [r.line() for r in step.report if r.name in told]
-        found["notes"] = [f"{r.name}: {n}" for r in step.report if r.name == "lora" for n in r.notes]
+        found["notes"] = [f"{r.name}: {n}" for r in step.report if r.name in ("lora", "fit_memory") for n in r.notes]
     return found
 
 

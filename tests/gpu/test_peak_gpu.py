@@ -77,3 +77,18 @@ def test_tiles_of_the_sequence_lower_the_peak(deterministic, inductor):
     # of the queries in fp32 there; cuDNN, which is the default, one.
     deterministic_alone = 4 * (4 * 4 * 4096 * 1024)
     assert peak - deterministic_alone < 0.8 * most, (peak, most)
+
+
+@pytest.mark.parametrize("width", [1024, 4096, 5120, 16384])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_has_the_bits_of_what_backward_recomputes(width, offset):
+    """See `stepgraph.passes.memory.norms`: from the sum and rstd, as Inductor compiles it and in eager."""
+    x, residual = (torch.randn(512, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
+    y, h, _, rstd = torch.ops.stepgraph.norm(x, weight, None, residual, x.dtype, "rms", 1e-6, offset, True)
+
+    def again(h, rstd, weight):
+        return (h.float() * rstd.unsqueeze(-1) * (weight.float() + offset)).to(y.dtype)
+
+    assert torch.equal(again(h, rstd, weight), y)
+    assert torch.equal(torch.compile(again, dynamic=False)(h, rstd, weight), y)
