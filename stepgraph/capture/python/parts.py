@@ -207,6 +207,15 @@ def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterat
             yield Part(f"{module.__name__}.{name}", held[name], "item", held, name, absolute=True, deep=deep)
 
 
+def functions_of_library(module: types.ModuleType, names: Iterable[str]) -> Iterator[Part]:
+    """Those functions of a module of torch's or Python's that code names, which others may be put in the place of."""
+    if not counted_module(module):
+        held = vars(module)
+        for name in sorted(held.keys() & names):
+            if isinstance(held[name], (types.FunctionType, types.BuiltinFunctionType)):
+                yield Part(f"{module.__name__}.{name}", held[name], "item", held, name, absolute=True, deep=False)
+
+
 def parts_of_container(value: Any) -> Iterator[Part]:
     """Its elements; of a mapping the keys too that are not plain values."""
     yield from (Part(name, item) for name, item in values.labelled(value))

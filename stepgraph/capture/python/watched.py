@@ -95,6 +95,7 @@ class _Walk:
             seen = now
             for value, names in list(self._open.values()):
                 self._parts("", parts.parts_of_namespace(value, self._named.union(names)))
+                self._parts("", parts.functions_of_library(value, self._named))
             for path, held in self._attributed:
                 named = [name for name in held if name in self._named]
                 self._parts(path, (Part(f".{name}", held[name], "item", held, name) for name in named))

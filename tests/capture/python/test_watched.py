@@ -13,6 +13,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
@@ -381,6 +382,12 @@ def test_a_value_that_is_replaced(kind, place):
         pytest.skip("a submodule")
     model, loss_fn, put = PLACES[place]()
     check_follows(model, loss_fn, [functools.partial(put, value) for value in KINDS[kind]])
+
+
+@pytest.mark.parametrize(("owner", "name", "other"), [(F, "gelu", F.silu), (torch, "tanh", torch.sin)])
+def test_a_function_of_torch_that_is_replaced(owner, name, other, monkeypatch):
+    loss_fn = lambda model, x: F.gelu(torch.tanh(model(x))).sum()  # noqa: E731
+    check_follows(nn.Linear(4, 4), loss_fn, [lambda: None, lambda: monkeypatch.setattr(owner, name, other)])
 
 
 class Holder(nn.Module):
