@@ -39,10 +39,15 @@ def inductor_compile(
     # disk is bypassed. 2.11 to 2.13 take a new mode with one, as here, or that of symbolic sizes.
     mode = mode or FakeTensorMode(shape_env=ShapeEnv())
     own_mode = {"_resolve_fake_mode": lambda *_: mode} if TORCH >= (2, 14) else {}
+    # Its cache knows operators by name alone, and would call those of another version with arguments that are gone.
+    operators = {n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
+    schemas = sorted(str(o._schema) for o in operators if o.namespace not in ("aten", "prims"))
+    tag = "; ".join([torch.compiler.config.cache_key_tag, *schemas])
     try:
         # The function hides its module, which has the same name.
         with (
             kernels_together(),
+            torch.compiler.config.patch(cache_key_tag=tag),
             replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
             replaced(graph, get_layout_constraint_tag=functools.partial(_layout, graph.get_layout_constraint_tag)),
             replaced(lowering, mutate_to=functools.partial(_mutate, lowering.mutate_to)),

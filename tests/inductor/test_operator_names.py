@@ -2,8 +2,13 @@
 
 import importlib
 import inspect
+import os
 import pkgutil
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 from torch._inductor.ir import FallbackKernel
 
@@ -31,3 +36,37 @@ def test_a_default_given_by_name_compiles():
 
     compiled = torch.compile(product, fullgraph=True)(rows, weight, offsets)
     assert torch.equal(compiled, grouped_mm(rows, weight, offsets) * 2)
+
+
+SCRIPT = """
+import sys, torch
+import stepgraph
+
+@torch.library.custom_op("of_tests::twice", mutates_args=(), schema=sys.argv[1])
+def twice(x, *options):
+    return 2 * x
+
+twice.register_fake(lambda x, *options: torch.empty_like(x))
+
+def loss(model, x):
+    return (model(x) + torch.ops.of_tests.twice(x)).sin().mean()
+
+step = stepgraph.capture(torch.nn.Linear(4, 4), loss, torch.ones(2, 4), passes=["inductor"])
+step(torch.ones(2, 4))
+print(step.report[-1].summary)
+"""
+
+
+@pytest.mark.slow
+def test_code_that_was_compiled_for_another_schema_is_not_called(tmp_path):
+    """Inductor's cache on disk would give it: the graphs differ in nothing but what an operator takes."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = str(Path(stepgraph.__file__).parents[1])
+
+    def run(schema):
+        command = [sys.executable, "-c", SCRIPT, schema]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "loaded from disk" in run("(Tensor x, bool given=True) -> Tensor")
+    assert "(1 of 1 loaded" in run("(Tensor x, bool given=True) -> Tensor")
+    assert "(0 of 1 loaded" in run("(Tensor x) -> Tensor")
