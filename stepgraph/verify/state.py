@@ -174,7 +174,7 @@ class VerifyReport:
             found = [difference for difference in self.differences if difference.kind == kind]
             if found:
                 worst = max(found, key=lambda difference: difference.relative)
-                lines.append(f"  {kind}: {len(found)} of {self.compared[kind]} differ; the largest:  {worst}")
+                lines.append(f"  {kind}: {len(found)} of {self.compared[kind]} differ; the largest: {worst}")
         if not self.repeats:
             lines.append("  eager does not reproduce itself here: see torch.use_deterministic_algorithms")
         if self.parted:

@@ -321,7 +321,7 @@ def test_a_rate_in_numpys_precision():
     numpy = pytest.importorskip("numpy")
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=numpy.float32(0.01))
-    with pytest.raises(ValueError, match=r"AdamW has lr=np.float32\(0.01\), .* give lr=float"):
+    with pytest.raises(ValueError, match=r"AdamW has lr=np.float32\(0.01\), .* use lr=float"):
         stepgraph.capture(model, lambda m, x: m(x).square().mean(), torch.randn(3, 4), optimizer)
 
 

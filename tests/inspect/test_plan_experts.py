@@ -147,8 +147,8 @@ def test_the_page_of_a_stage_costs_what_the_forecast_does():
     ("words", "message"),
     [
         ("--mesh fsdp=8 --imbalance 2", "imbalance=2 needs experts spread over ranks: add ep=2 to the mesh fsdp=8"),
-        ("--mesh fsdp=8,ep=4 --imbalance 0.5", "give 1 to 4, which is every row on one rank"),
-        ("--mesh fsdp=8,ep=4 --imbalance 5", "give 1 to 4, which is every row on one rank"),
+        ("--mesh fsdp=8,ep=4 --imbalance 0.5", "use 1 to 4, which is every row on one rank"),
+        ("--mesh fsdp=8,ep=4 --imbalance 5", "use 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),
         ("--mesh fsdp=8 --expert-chunks auto", "expert_chunks=auto needs expert parallelism"),
         ("--mesh fsdp=8,ep=2 --expert-chunks 0", "expert_chunks=0 must be above 0, or auto"),
@@ -156,7 +156,7 @@ def test_the_page_of_a_stage_costs_what_the_forecast_does():
         ("--mesh fsdp=8 --expert-exchange symmetric", "expert_exchange=symmetric needs expert parallelism"),
         ("--mesh fsdp=16,ep=16 --expert-exchange symmetric", "works within a machine, of 8 GPUs, and ep=16 needs"),
         ("--mesh pp=2,fsdp=2 --accumulate 2 --imbalance 2", "imbalance=2 needs experts spread over ranks"),
-        ("--mesh pp=2,fsdp=2,ep=2 --accumulate 2 --imbalance 3", "give 1 to 2, which is every row on one rank"),
+        ("--mesh pp=2,fsdp=2,ep=2 --accumulate 2 --imbalance 3", "use 1 to 2, which is every row on one rank"),
     ],
 )
 def test_errors_of_use_are_one_line(words, message, capsys):

@@ -133,7 +133,7 @@ def fit_memory(step: StepGraph, options: FitOptions, report: PassReport) -> None
     if len(curve := report.peak_curve) > 1:
         shown = [curve[i * (len(curve) - 1) // 4] for i in range(5)] if len(curve) > 5 else curve
         steps = ", ".join(f"{peak / 2**30:.4g} GiB +{price * 1e3:.3g} ms" for peak, price in shown)
-        report.notes.append(f"forecast peak of the step and its cost:  {steps}")
+        report.notes.append(f"forecast peak of the step and its cost: {steps}")
     report.notes += fit.lines()
     report.changed = len(fit.dropped) + len(fit.gone)
     report.summary = (

@@ -107,7 +107,7 @@ def tile_sequence(step: StepGraph, options: TileOptions, report: PassReport) -> 
     report.notes += [f"{count} x not in tiles: {why}" for why, count in Counter(regions.left).items()]
     if regions.mixing:
         shown = ", ".join(f"{count} x {name}" for name, count in regions.mixing.most_common(8))
-        report.notes.append(f"not token-wise, so not tiled:  {shown}")
+        report.notes.append(f"not token-wise, so not tiled: {shown}")
     if not options.head:
         report.notes.append("the head and its loss are left to fuse_loss, which has parts of its own (loss_chunks)")
 

@@ -52,7 +52,7 @@ def exchange_fp8(step: StepGraph, options: object, report: PassReport) -> None:
     if travels:
         kinds = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(travels.items()))
         report.summary += f"; exchanges in fp8: {kinds}"
-    report.notes += [f"{count} stay after the exchange:  {why} reads the rows too" for why, count in stays.items()]
+    report.notes += [f"{count} stay after the exchange: {why} reads the rows too" for why, count in stays.items()]
 
 
 def _brought(rows: fx.Node) -> list[fx.Node]:

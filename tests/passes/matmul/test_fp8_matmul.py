@@ -204,7 +204,7 @@ def test_batched_products_with_a_parameter_are_named():
 def test_fp32_stays_fp32():
     step, _ = captured(llama(), next_token_loss, tokens(), passes("rowwise"))
     assert report_of(step).changed == 0 and not count(step, ours.scaled_product.default)
-    assert any(note.startswith("left in float32, and fp8 takes") for note in report_of(step).notes)
+    assert any(note.startswith("left in float32, and fp8 replaces") for note in report_of(step).notes)
 
 
 def test_small_products_cost_more_than_they_save():

@@ -91,7 +91,7 @@ def test_gelus_with_other_neighbours_stay(kind):
     losses, _, _ = run("exact", kind)
     found, _, step = run(own(), kind)
     assert report_of(step).matched == 2 and report_of(step).changed == 0 and torch.equal(found, losses)
-    assert report_of(step).notes[0].startswith("2 are left unchanged")
+    assert report_of(step).notes[0].startswith("2 left unchanged")
 
 
 def test_what_stays():

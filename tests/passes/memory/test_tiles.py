@@ -177,7 +177,7 @@ def test_the_inside_of_a_layer_is_computed_in_tiles_and_named_in_the_report():
     step = captured(model, loss, batch, 4)
     notes = report_of(step).notes
     assert "2 x forward of layers.*: 23 operators, 4 products" in notes
-    assert any(note.startswith("not token-wise, so not tiled:  2 x aten._scaled_dot_product") for note in notes)
+    assert any(note.startswith("not token-wise, so not tiled: 2 x aten._scaled_dot_product") for note in notes)
     values = [node.meta["val"] for node in step.graph.nodes("forward", "backward")]
     wide = [value.shape for value in values if isinstance(value, torch.Tensor) and value.ndim == 3]
     assert (1, 4, 24) in wide and all(shape.numel() <= 4 * 24 for shape in wide if shape[-1] == 24)

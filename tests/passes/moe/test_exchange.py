@@ -123,4 +123,4 @@ def test_rows_that_gradients_of_weights_read_in_bf16_stay():
     *_, step = one_rank(True, "rowwise-bf16-weight-gradients")
     report = report_of(step, "exchange_fp8")
     assert report.changed == 0
-    assert report.notes == ["2 stay after the exchange:  stepgraph.grouped_mm_weight reads the rows too"]
+    assert report.notes == ["2 stay after the exchange: stepgraph.grouped_mm_weight reads the rows too"]

@@ -150,7 +150,7 @@ CHANGES = {
     "two readers": (1, 2, 2, None),
     "weighted twice": (1, 2, 2, None),
     "unweighted": (1, 2, 2, None),
-    "maximum": (1, 2, 0, "2 of its readers stay"),
+    "maximum": (1, 2, 0, "2 of its readers are left unchanged"),
     "read sorted": (1, 2, 2, None),
 }
 
