@@ -187,6 +187,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node)
         reason = reason or (not updates and aliased(node)) or undeclared_write(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
+        reason = reason or averages_past_the_end(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
         if reason:
@@ -302,6 +303,15 @@ def counts_past_the_end(node: fx.Node) -> str | None:
     if node.target is not aten.multilabel_margin_loss_forward.default:
         return None
     return "Inductor counts what follows the last target of a row"
+
+
+def averages_past_the_end(node: fx.Node) -> str | None:
+    """Why Inductor's gradient of an average pooling is not eager's, or None: of a window that reaches past the padding
+    (``ceil_mode``) it counts other elements. It fails on a stride or padding of one number for all dimensions."""
+    if packet(node) not in (aten.avg_pool2d_backward, aten.avg_pool3d_backward):
+        return None
+    single = any(len(argument(node, name)) == 1 for name in ("kernel_size", "stride", "padding"))
+    return "Inductor pools other windows" if single or argument(node, "ceil_mode") else None
 
 
 def undeclared_write(node: fx.Node) -> str | None:

@@ -318,6 +318,20 @@ def test_a_margin_loss_ends_at_a_rows_last_target():
     torch.testing.assert_close(step(x), loss_fn(model, x).detach())
 
 
+@pytest.mark.parametrize("padding", [0, (1, 1), (1,)])
+def test_the_gradient_of_pooling_windows_that_reach_past_the_end(padding):
+    model, x = nn.Linear(6, 6), torch.randn(1, 2, 6, 6)
+
+    def loss_fn(model, x):
+        return nn.functional.avg_pool2d(model(x), (4, 4), (3, 3), padding, ceil_mode=True).sin().sum()
+
+    loss_fn(model, x).backward()
+    expected = model.weight.grad.clone()
+    model.zero_grad()
+    stepgraph.capture(model, loss_fn, x, passes=["inductor"])(x)
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
 def shared(alias, i):
     rows = torch.linspace(-1, 1, 12) + i
     return {"x": rows[2:10].view(2, 4), "y": (rows if alias else rows.clone())[:8]}
