@@ -64,21 +64,6 @@ def test_products_in_fp8_have_their_own_peak():
     assert [gpu.peak(torch.float8_e4m3fn) for gpu in GPUS.values()] == [1979e12, 1979e12, 4500e12]
 
 
-def test_a_cast_in_the_kernel_of_swiglu_reads_nothing_again():
-    """2 bytes of each input, 1 of a cast, 2 of what is cast where it is kept, and 4 for each row's scale."""
-    hand, rows, columns = Hand(), 4096, 14336
-    dy, gate, up = (hand.input(rows, columns, dtype=torch.bfloat16) for _ in range(3))
-    forward, backward = (getattr(torch.ops.stepgraph, f"swiglu_{name}cast_rows").default for name in ("", "backward_"))
-    for target, inputs, keep, moved, casts in (
-        (forward, (gate, up), True, 7, 1),
-        (forward, (gate, up), False, 5, 1),
-        (backward, (dy, gate, up), True, 12, 2),
-        (backward, (dy, gate, up), False, 8, 2),
-    ):
-        fused = hand(target, *inputs, torch.float8_e4m3fn, keep)
-        assert node_seconds(fused) == pytest.approx((moved * rows * columns + 4 * casts * rows) / (0.885 * 4.8e12))
-
-
 def test_norms_cost_what_they_move():
     size = 2 * 16384 * 4096
     traffic = Traffic(4096, 2 * size, 3 * size, 0, 0)
