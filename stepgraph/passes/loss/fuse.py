@@ -202,6 +202,9 @@ class _Loss:
 def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     """The loss around ``softmax``, or why it cannot be rewritten."""
     found = list(readers(softmax))
+    for cast in filter(is_cast, list(found)):  # on a GPU autocast puts one before nll_loss alone
+        found.remove(cast)
+        found += readers(cast)
     by_target = {user.target: user for user in found}
     forward, backward = by_target.get(aten.nll_loss_forward.default), by_target.get(aten.nll_loss_backward.default)
     last = by_target.get(aten._log_softmax_backward_data.default)
@@ -213,7 +216,8 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     if weight is not None or reduction == NONE:
         return "class weights, or a loss for each row"
     total = getitem_users(forward).get(1)
-    if forward.args[1:] != backward.args[2:6] or last.args[0] is not backward or len(backward.users) != 1:
+    slope = last.args[0].args[0] if is_cast(last.args[0]) and len(last.args[0].users) == 1 else last.args[0]
+    if forward.args[1:] != backward.args[2:6] or slope is not backward or len(backward.users) != 1:
         return "its backward belongs to another loss"
     if total is not None and set(total.users) != {backward}:
         return "the number of rows is read elsewhere"

@@ -284,6 +284,26 @@ def test_left_as_it_is(loss_fn, why):
     assert report.summary.startswith("0 of 1 cross entropies")
 
 
+def by_autocast(model, batch):
+    """What ``F.cross_entropy`` of logits in bf16 becomes under autocast on a GPU, as in minGPT and nanoGPT."""
+    return F.nll_loss(F.log_softmax(model(batch["x"]), -1).float(), batch["y"])
+
+
+@pytest.mark.parametrize("rows", [ROWS, 1])
+def test_a_cast_between_softmax_and_loss(rows):
+    batch = {name: value[:rows] for name, value in batch_of_classes(torch.bfloat16).items()}
+    check(Head(torch.bfloat16), by_autocast, batch, 1, tolerance=2e-2)
+
+
+def with_probabilities_by_autocast(model, batch):
+    logs = F.log_softmax(model(batch["x"]), -1)
+    return F.nll_loss(logs.float(), batch["y"]) + logs.float().square().mean()
+
+
+def test_a_cast_that_others_read_too():
+    check(Head(torch.bfloat16), with_probabilities_by_autocast, batch_of_classes(torch.bfloat16), 0, tolerance=2e-2)
+
+
 def test_no_loss(tools):
     step = tools.trace(tools.Tower(p=0.0), tools.mse, tools.vectors(6, 12)[0])
     (report,) = run_passes(step, [FUSE])
