@@ -42,7 +42,7 @@ def spell(start: fx.Node) -> fx.Node:
         if user.target in SOFTMAXES and user.args[1] % len(_shape(user)) == dims and user.args[0] is not z:
             _hoist(user, z, dims)
     for user in [user for user in readers(z) if user.target in SOFTMAXES]:
-        for loss in [reader for reader, _ in _behind(user, at) if reader.target in _LOSSES]:
+        for loss in [reader for reader in _readers_in_fp32(user, at) if reader.target in _LOSSES]:
             _gather(user, loss)
     _join(z)
     return next(user for user in readers(z) if user.target in (*SOFTMAXES, aten.logsumexp.default))
@@ -84,6 +84,12 @@ def _behind(node: fx.Node, at: int) -> Iterator[tuple[fx.Node, int]]:
     for user in node.users:
         there = _classes_at(user, at)
         yield from ((user, at),) if there is None else _behind(user, there)
+
+
+def _readers_in_fp32(softmax: fx.Node, at: int) -> Iterator[fx.Node]:
+    """Who reads ``softmax``, which has the classes in ``at``, also where autocast casts it for its readers."""
+    for user, there in _behind(softmax, at):
+        yield from _readers_in_fp32(user, there) if is_cast(user) else (user,)
 
 
 def _last(build: Builder, node: fx.Node, at: int, shape: torch.Size) -> fx.Node:
@@ -136,7 +142,7 @@ def _gather(softmax: fx.Node, loss: fx.Node) -> None:
     labels = _last(build, target, len(_shape(target)) - 1, torch.Size([*lead, 1]))
     counts = build(aten.ne.Scalar, labels, ignore)
     index = build(aten.mul.Tensor, labels, counts)
-    picked = build(aten.gather.default, softmax, len(lead), index)
+    picked = build.cast(build(aten.gather.default, softmax, len(lead), index), loss.args[0].meta["val"].dtype)
     share = build.cast(counts, picked.meta["val"].dtype)
     if weight is not None:
         share = build(aten.mul.Tensor, build(aten.index.Tensor, weight, [index]), share)
@@ -152,7 +158,7 @@ def _gather(softmax: fx.Node, loss: fx.Node) -> None:
         value = build(aten.div.Tensor, value, total)
     for i, old in getitem_users(loss).items():
         old.replace_all_uses_with(total if i else build.view(value, _shape(old)))
-    for back in [user for user, _ in _behind(softmax, len(lead)) if user.target in _BACKWARDS]:
+    for back in [user for user in _readers_in_fp32(softmax, len(lead)) if user.target in _BACKWARDS]:
         if [*map(_constant, back.args[2:6])] != [*map(_constant, loss.args[1:5])]:
             continue
         build, slope = Builder(back, before=back), back.args[0]

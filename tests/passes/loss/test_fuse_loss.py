@@ -295,6 +295,22 @@ def test_a_cast_between_softmax_and_loss(rows):
     check(Head(torch.bfloat16), by_autocast, batch, 1, tolerance=2e-2)
 
 
+def smoothed_by_autocast(model, batch):
+    logs, seen = F.log_softmax(model(batch["x"]), -1), batch["y"] != -100
+    smooth = -(logs.sum(-1, dtype=torch.float32) * seen).sum() / seen.sum() / VOCAB
+    return 0.9 * F.nll_loss(logs.float(), batch["y"]) + 0.1 * smooth
+
+
+def weighted_by_autocast(model, batch):
+    logs = F.log_softmax(model(batch["x"]), -1).float()
+    return F.nll_loss(logs, batch["y"], torch.arange(1.0, VOCAB + 1))
+
+
+@pytest.mark.parametrize("loss_fn", [smoothed_by_autocast, weighted_by_autocast])
+def test_classes_with_a_cast_between(loss_fn):
+    check(Head(torch.bfloat16), loss_fn, batch_of_classes(torch.bfloat16), 1, tolerance=2e-2)
+
+
 def with_probabilities_by_autocast(model, batch):
     logs = F.log_softmax(model(batch["x"]), -1)
     return F.nll_loss(logs.float(), batch["y"]) + logs.float().square().mean()
