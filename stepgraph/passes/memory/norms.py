@@ -3,8 +3,8 @@
 Before -> after, for an RMS norm that adds a residual and whose result y backward reads too:
     y, h, rstd = norm(x, weight, residual); ...; g(y)  ->  y, h, rstd = norm(...); z = h * rstd * weight; ...; g(z)
 To run the norm again, x and the residual would have to be stored; z takes what `norm_backward` reads. z has the bits of
-y: the kernel multiplies in this order, and nothing is added that a compiler could join to a product. `joined` undoes
-it.
+y: the kernel multiplies in this order, and nothing is added that a compiler could join to a product. A y that is
+written in place is left alone. `joined` undoes it.
 """
 
 import operator
@@ -12,6 +12,7 @@ import operator
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, replace
 from stepgraph.graph.facts import is_view
 from stepgraph.graph.provenance import phase_of
@@ -23,13 +24,14 @@ aten = torch.ops.aten
 def apart(step: StepGraph) -> dict[fx.Node, fx.Node]:
     """Let backward read z: y and its views by z and its views, in order."""
     made: dict[fx.Node, fx.Node] = {}
+    memory = Aliases(step.graph)
     for norm in step.graph.find_nodes(op="call_function", target=torch.ops.stepgraph.norm.default):
         weight, bias, residual, dtype, kind, _, offset = norm.args[1:8]
         parts = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
         y, h, rstd = (parts.get(place) for place in (0, 1, 3))
         if residual is None or bias is not None or kind != "rms" or not (_in_backward(h) and _in_backward(rstd)):
             continue
-        aliases = [] if y is None else _read_in_backward(y)
+        aliases = [] if y is None or memory.writes.get(memory.root(y)) else _read_in_backward(y)
         if not aliases:
             continue
         build, math = Builder(y, after=max(parts.values())), rstd.meta["val"].dtype

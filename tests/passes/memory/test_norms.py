@@ -1,8 +1,11 @@
 """A norm's result is computed again from what the norm saves, with the same bits."""
 
+import operator
+
 import pytest
 import torch
 
+from stepgraph.graph.edit import Builder
 from stepgraph.lower import StepSpec, lower
 from stepgraph.models import Llama3, next_token_loss
 from stepgraph.passes import StepOptions, Target
@@ -55,6 +58,17 @@ def test_what_is_kept_stays_as_it_was():
     assert str(step.graph) != text
     joined(made)
     assert str(step.graph) == text
+
+
+def test_a_result_that_is_written_in_place_is_left():
+    """Even through a view that nothing in backward reads: what is recomputed would lack the write."""
+    step, _ = step_of(torch.bfloat16)
+    norms = step.graph.find_nodes(op="call_function", target=torch.ops.stepgraph.norm.default)
+    for norm in norms:
+        y = next(user for user in norm.users if user.target is operator.getitem and user.args[1] == 0)
+        build = Builder(y, after=y)
+        build(torch.ops.aten.mul_.Tensor, build(torch.ops.aten.slice.Tensor, y, -1, 0, 4), 1.5)
+    assert norms and not apart(step)
 
 
 @pytest.mark.parametrize("place, value", [(2, None), (5, "layer")])
