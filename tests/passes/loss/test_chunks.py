@@ -131,7 +131,8 @@ def test_in_bf16_no_worse_than_in_one_part(loss_fn):
 )  # fmt: skip
 def test_any_shape(rows, vocab, width, chunks, ignored, bias, tied, loss_fn):
     torch.manual_seed(rows + 41 * vocab)
-    check(Head(vocab, width, bias, tied), loss_fn, ids_and_targets(vocab, (rows,), ignored), chunks)
+    batch = ids_and_targets(vocab, (rows,), ignored)
+    check(Head(vocab, width, bias, tied), loss_fn, batch, chunks, tolerance=1e-4)  # what is left of large sums
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
