@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,9 @@ from stepgraph.compat.cpp_kernels import kernels_together
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
 from stepgraph.errors import first_line
+
+#: Views, where Inductor can make one, whose schemas do not say so.
+_VIEWS = (torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
 def inductor_compile(
@@ -32,7 +35,7 @@ def inductor_compile(
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
-    from torch._inductor import config, cpu_vec_isa, graph, lowering, standalone_compile
+    from torch._inductor import config, cpu_vec_isa, graph, ir, lowering, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
@@ -42,7 +45,8 @@ def inductor_compile(
     # Its cache knows operators by name alone, and would call those of another version with arguments that are gone.
     operators = {n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     schemas = sorted(str(o._schema) for o in operators if o.namespace not in ("aten", "prims"))
-    tag = "; ".join([torch.compiler.config.cache_key_tag, *schemas])
+    # Nor does it know what is replaced here: code from before `_write_once` would be taken for today's.
+    tag = "; ".join([torch.compiler.config.cache_key_tag, _write_once.__name__, *schemas])
     try:
         # The function hides its module, which has the same name.
         with (
@@ -51,6 +55,10 @@ def inductor_compile(
             replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
             replaced(graph, get_layout_constraint_tag=functools.partial(_layout, graph.get_layout_constraint_tag)),
             replaced(lowering, mutate_to=functools.partial(_mutate, lowering.mutate_to)),
+            replaced(
+                ir.StorageBox,
+                should_realize_on_reuse=functools.partialmethod(_write_once, ir.StorageBox.should_realize_on_reuse),
+            ),
             replaced(
                 cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
             ),
@@ -92,6 +100,32 @@ def _mutate(mutate_to: Callable[..., Any], changed: Any, value: Any, **kwargs: A
     if is_view and changed.get_name() in value.get_read_names():
         value = ir.ExternKernel.copy_input(value)
     return mutate_to(changed, value, **kwargs)
+
+
+def _write_once(box: Any, should_write: Callable[..., bool], users: int, **kwargs: Any) -> bool:
+    """Whether Inductor writes the result ``box`` of the current node to memory, as its own ``should_write`` says, or
+    because several operators that it has no code for read it: for each that reads a view, torch (2.11 to 2.15) would
+    compute the result again and write another copy."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    computed = isinstance(box.data, (ir.Pointwise, ir.Reduction))
+    node = getattr(V.graph, "current_node", None)
+    written = computed and isinstance(node, torch.fx.Node) and sum(map(_is_foreign, _readers(node))) > 1
+    return written or should_write(box, users, **kwargs)
+
+
+def _is_foreign(node: torch.fx.Node) -> bool:
+    return getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+
+
+def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """What reads ``node`` or a view of it."""
+    for user in node.users:
+        if getattr(user.target, "is_view", False) or user.target in _VIEWS:
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:

@@ -11,10 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
 import stepgraph.kernels.embedding.gradient
+import stepgraph.kernels.lora.sums
 import stepgraph.kernels.loss.cross_entropy
 import stepgraph.kernels.loss.tokens
 import stepgraph.kernels.norm.column_sum
 import stepgraph.kernels.norm.operators
+from stepgraph import compat
 from stepgraph.inductor.library import Compiled
 from stepgraph.passes import configured
 
@@ -100,6 +102,23 @@ def test_operators_behind_padded_products(padded_products, function):
     for given, right in zip(piece(x, w, weight), expected, strict=True):
         assert given.stride() == right.stride()
         torch.testing.assert_close(given, right, rtol=1e-4, atol=1e-4)
+
+
+def test_what_our_operators_read_is_written_once():
+    """As rows, and transposed: torch computes the product again for each operator that reads a view of it, and writes
+    it once for each, so that a block of a step took several times its memory."""
+
+    def gradients(dy, gate, w, a, b):
+        product = (dy * gate).view(32, 16)
+        ours_of = ours.sum_products
+        return ours_of([product], [w]), ours_of([product], [b]), ours_of([product.t()], [a])
+
+    inputs = torch.randn(4, 8, 16), torch.randn(4, 8, 16), torch.randn(16, 5), torch.randn(32, 3), torch.randn(16, 3)
+    piece = Compiled(make_fx(gradients, tracing_mode="fake")(*inputs), {})
+    for given, expected in zip(piece(*inputs), gradients(*inputs), strict=True):
+        torch.testing.assert_close(given, expected)
+    source = compat.inductor_source(piece.function)
+    assert source.count("= torch.ops.stepgraph.sum_products") == 3 and source.count("= empty_strided_cpu(") == 1
 
 
 @pytest.mark.long  # its short siblings are above
