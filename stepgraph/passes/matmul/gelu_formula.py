@@ -8,11 +8,12 @@ People write it in many ways, and autograd makes a formula of its own of each. S
 pointwise operators around a ``tanh`` or ``erf`` that give, in fp64 at some numbers, what GELU and its gradient give.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import is_cast, is_pointwise, is_pure, packet
 from stepgraph.passes.contract import StepGraph
@@ -31,14 +32,17 @@ _MOST = 64  # operators of a formula or of its gradient
 
 def name_gelus(step: StepGraph, able: Callable[[torch.Tensor], bool]) -> None:
     """Put torch's operators in the place of formulas of GELU, and of their gradients, of tensors that are ``able``."""
+    aliases = Aliases(step.graph)
+    written = {node for node in step.graph.nodes if aliases.writes.get(aliases.root(node))}
     for node in step.calling(aten.tanh.default, aten.erf.default):
         if node.users:  # those of formulas already named are gone
-            _name(node, "none" if node.target is aten.erf.default else "tanh", able)
+            _name(node, "none" if node.target is aten.erf.default else "tanh", able, written)
 
 
-def _name(middle: fx.Node, approximate: str, able: Callable[[torch.Tensor], bool]) -> None:
-    """Name the GELU around ``middle`` and its gradient, if both are found."""
-    position = {node: i for i, node in enumerate(middle.graph.nodes)}
+def _name(middle: fx.Node, approximate: str, able: Callable[[torch.Tensor], bool], written: Set[fx.Node]) -> None:
+    """Name the GELU around ``middle`` and its gradient, if both are found without nodes whose memory is ``written``,
+    which may hold something else where it is read."""
+    position = {node: i for i, node in enumerate(middle.graph.nodes) if node not in written}
     z = _POINTS
     da = torch.cos(3.0 * z)
     expected = torch.nn.functional.gelu(z, approximate=approximate)
@@ -49,7 +53,9 @@ def _name(middle: fx.Node, approximate: str, able: Callable[[torch.Tensor], bool
         if middle not in values or not outs:
             continue
         readers = {user for node in values for user in node.users if _of_elements(user, source)} - values.keys()
-        others = {n for user in readers for node in user.all_input_nodes for n in _origins(node)} - values.keys()
+        others = (
+            {n for user in readers for node in user.all_input_nodes for n in _origins(node)} - values.keys() - written
+        )
         for grad in sorted((node for node in others if _alike(node, source)), key=position.__getitem__):
             found = _values([*values, grad], position, values | {grad: da})
             ends = [node for node in found if _is(found[node], gradient) and _alike(node, source)]
@@ -63,7 +69,7 @@ def _name(middle: fx.Node, approximate: str, able: Callable[[torch.Tensor], bool
 def _narrows(node: fx.Node, position: Mapping[fx.Node, int]) -> Iterator[fx.Node]:
     """The nodes that all elements of ``node`` come from, each alone, the nearest first."""
     queue, like = {node}, node
-    while queue:
+    while queue and queue <= position.keys():
         latest = max(queue, key=position.__getitem__)
         queue.remove(latest)
         if not queue and latest is not node:
@@ -77,14 +83,14 @@ def _values(
     sources: Sequence[fx.Node], position: Mapping[fx.Node, int], known: dict[fx.Node, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
     """``known``, the values of ``sources``, with those of pointwise nodes that follow from them alone."""
-    values, queue = dict(known), {user for source in sources for user in source.users}
+    values, queue = dict(known), {user for source in sources for user in source.users if user in position}
     while queue and len(values) < len(known) + _MOST:
         node = min(queue, key=position.__getitem__)
         queue.remove(node)
         if node not in values and _of_elements(node, sources[0]) and values.keys() >= set(node.all_input_nodes):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = args[0] if is_cast(node) else node.target(*args, **kwargs)
-            queue.update(node.users)
+            queue.update(node.users.keys() & position.keys())
     return values
 
 

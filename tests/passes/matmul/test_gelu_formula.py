@@ -39,7 +39,17 @@ FORMULAS = {
     "erf, short": lambda x: 0.5 * x * (torch.erf(x / 1.41421) + 1),
     "one minus": lambda x: x - x * 0.5 * (1 - torch.erf(x * 0.70710678)),
 }
+
+
+def source_written(x):
+    half, kept = 0.5 * x, x.clone()
+    tanh = torch.tanh(C * (kept + 0.044715 * kept**3))
+    x.mul_(0.3)
+    return half * (1 + tanh)
+
+
 OTHERS = {
+    "its source is written": source_written,
     "another constant": lambda x: 0.5 * x * (1.0 + torch.tanh(C * (x + 0.05 * torch.pow(x, 3.0)))),
     "quick": lambda x: x * torch.sigmoid(1.702 * x),
     "mish": lambda x: x * torch.tanh(F.softplus(x)),
