@@ -116,7 +116,10 @@ def _write_once(box: Any, should_write: Callable[..., bool], users: int, **kwarg
 
 
 def _is_foreign(node: torch.fx.Node) -> bool:
-    return getattr(node.target, "namespace", "aten") not in ("aten", "prims")
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    has_code = node.target in lowerings and node.target not in fallbacks  # as `lower_as_buffer` gives it
+    return getattr(node.target, "namespace", "aten") not in ("aten", "prims") and not has_code
 
 
 def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
