@@ -45,7 +45,8 @@ class _Fields:
     """A dataclass of the batch, as a node of its tree; unflattened, it is that class again, without its constructor."""
 
     def __init__(self, one: Any) -> None:
-        self.kind, self.held = type(one), {f.name: _nodes(getattr(one, f.name)) for f in dataclasses.fields(one)}
+        names = [f.name for f in dataclasses.fields(one) if hasattr(one, f.name)]  # `init=False` may leave one unset
+        self.kind, self.held = type(one), {name: _nodes(getattr(one, name)) for name in names}
         if more := getattr(one, "__dict__", {}).keys() - self.held:
             raise CaptureError(
                 f"the batch holds a {_kind(one)} with the attribute {min(more)}, which is not a field of it: declare it"

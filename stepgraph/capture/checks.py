@@ -496,7 +496,7 @@ def refuse_batch_keys(before: Mapping[str, Any], after: Mapping[str, Any], exact
     ``before``, ``after``: leaves by name. What it takes out, as with ``pop``, the caller's keeps."""
     put = next((name for name, leaf in after.items() if name not in before or before[name] is not leaf), None)
     if put is not None:
-        fix = "begin loss_fn with batch = dict(batch), and report what is read after the step with stepgraph.metric"
+        fix = "begin loss_fn with batch = dict(batch), or copy.copy(batch), and report values by stepgraph.metric"
         _refuse(f"loss_fn sets {put}, and a captured step does not change the caller's batch; {fix}", exact)
 
 

@@ -28,6 +28,7 @@ class Rows:
     x: torch.Tensor
     by: Any = 1.0
     n: int = dataclasses.field(init=False)
+    unset: Any = dataclasses.field(init=False)
 
     def __post_init__(self):
         self.x, self.n = self.x * 2, len(self.x)
