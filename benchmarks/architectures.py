@@ -8,7 +8,7 @@ Each is trained for three steps from the same weights and random state, eagerly 
   default ones. On a CPU, where Inductor would compile for minutes, ``StepOptions(norm="kernel", inductor="off")``: the
   plain-torch forms of our operators.
 
-Writes ``architectures.json`` beside this file, with the environment; with names, their rows alone are made anew,
+Writes ``architectures.json`` next to this file, with the environment; with names, only their rows are measured again,
 so each row names its commit.
 
     python benchmarks/architectures.py [NAME ...] [--device cuda] [--json FILE]

@@ -1,7 +1,7 @@
-"""How long capture takes: Llama 3 8B at sequence 8192 with optimizer and clipping, beside a bare ``make_fx``.
+"""How long capture takes: Llama 3 8B at sequence 8192 with optimizer and clipping, next to a bare ``make_fx``.
 
 The bare trace holds forward, loss and backward only, without provenance, optimizer or clipping. Nothing is computed:
-all tensors are fake. Writes ``capture_cpu.json`` beside this file, with the environment it was measured in.
+all tensors are fake. Writes ``capture_cpu.json`` next to this file, with the environment it was measured in.
 
     python benchmarks/capture.py [--layers 2 4 8 16 32] [--repeats 3] [--json FILE]
 """

@@ -9,7 +9,7 @@ the same with zeros there. ``inductor``: ``torch.compile`` of the formula over t
 buffer, by the rules of a step, as a step has it without the pass. Rows are those of one of two ranks of experts, of
 four sequences of 4,096 a rank in two chunks (DeepSeek-V3 16B's record on two H200s), in buffers of ``capacity`` times
 the balanced load; ``load``: rows in use over the balanced ones. They go to experts evenly, or (``skewed``) with
-probabilities that fall as 1 / (8 + expert). GB/s count the rows in use once, read and written, by whomever: beside the
+probabilities that fall as 1 / (8 + expert). GB/s count the rows in use once, read and written, by whomever: next to the
 copy's they say how much of the time those rows need. The results in rows in use must be near plain torch's.
 """
 
@@ -126,7 +126,7 @@ def measured(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat
 
 
 def summary(rows: list[dict[str, Any]], copy: float) -> list[str]:
-    """A line for each case and product: ours beside Inductor's."""
+    """A line for each case and product: ours next to Inductor's."""
     lines = []
     for ours in (row for row in rows if row["provider"] == "ours"):
         same = (*Case._fields, "product")

@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", choices=get_args(Recipe), default=get_args(Recipe))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
+    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel")
     parser.add_argument("--train", default="", help="more options of stepgraph train, in one word")
     options = parser.parse_args()
     words = [options.preset, "--device", options.device, "--precision", "bf16", "--steps", str(options.steps)]

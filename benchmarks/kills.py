@@ -1,5 +1,5 @@
-"""A run that is killed with -9 again and again while it saves in the background, and resumed each time, beside one that
-is not: losses, gradient norms and the weights at the end must be equal bit for bit.
+"""A run that is killed with -9 repeatedly while it saves in the background, and resumed each time, compared with one
+that is not: losses, gradient norms and the weights at the end must be equal bit for bit.
 
 A tiny Llama 3 on a CPU saves after every step, `--save behind`. All of its processes are killed at once, at a random
 moment up to half a second after a step; then the newest checkpoint is resumed. ``in_save``: kills that left a

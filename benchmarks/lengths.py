@@ -1,8 +1,8 @@
-"""A run over many lengths of the batch, as fine-tuning pads them: stepgraph beside ``torch.compile``, each in a process
-of its own with an empty cache on disk.
+"""A run over many lengths of the batch, as fine-tuning pads them: stepgraph next to ``torch.compile``, each in its own
+process with an empty cache on disk.
 
 Every provider trains the same Qwen3 (random weights) on the same batches, by AdamW with clipping. ``padded``: the
-batches are padded to a few lengths. Writes ``lengths.json`` beside this file.
+batches are padded to a few lengths. Writes ``lengths.json`` next to this file.
 
     python benchmarks/lengths.py [--device cuda] [--layers 4] [--lengths 40] [--json FILE] [--providers NAME ...]
 """

@@ -1,8 +1,8 @@
-"""How long passes take beside the capture: models of ``transformers`` at their real depth, narrow, on a CPU.
+"""How long passes take, compared with the capture: models of ``transformers`` at their real depth, narrow, on a CPU.
 
 Every default pass runs with the check after it, but for Inductor and CUDA graphs, whose time is not ours, and those
 that need several processes; norms go to our kernels, and passes for a GPU run as they would on one. Time is the
-process's own, and does not depend on widths: nothing is computed, all tensors are fake. Writes ``passes.json`` beside
+process's own, and does not depend on widths: nothing is computed, all tensors are fake. Writes ``passes.json`` next to
 this file, with the environment it was measured in; rows of models that are not asked for stay.
 
     python benchmarks/passes.py [--models NAME ...] [--json FILE]

@@ -1,4 +1,4 @@
-"""The forecast of ``stepgraph plan`` beside measured steps: the same job, no GPU.
+"""The forecast of ``stepgraph plan`` next to measured steps: the same job, no GPU.
 
     python benchmarks/plan.py [--json FILE] RECORD ...            # records of stepgraph bench step and bench train
     python benchmarks/plan.py [--json FILE] forecast_NAME.json ...  # forecasts of `benchmarks/records.sh --forecast`

@@ -272,7 +272,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     Raises ValueError, in one line, for an unknown preset or option and for a bad value.
     """
-    from stepgraph.config.idle import refuse_unused
+    from stepgraph.config.idle import refuse_idle, refuse_unused
     from stepgraph.models.hf_decoder import downloaded
 
     named = bool(arguments) and not arguments[0].startswith("-")
@@ -312,6 +312,7 @@ def parse_train(arguments: list[str], command: str = "train") -> "TrainConfig":
 
     (config,) = parse(options, f"stepgraph {command} [PRESET]", default, description=_DESCRIPTIONS[command])
     config.validate()
+    refuse_idle(config, options)
     refuse_unused(config, options)
     return config
 

@@ -114,6 +114,7 @@ def test_the_folder_of_a_model_is_no_preset(tmp_path):
         ("--memory budget=lots", "memory budget 'lots' is not a positive number"),
         ("--disable-pass cuda_grap", "unknown pass 'cuda_grap': did you mean 'cuda_graph'"),
         ("--resume no/such/run", "--resume no/such/run is not a run folder"),
+        ("golf --passes exact --inductor full", "inductor=full changes nothing with passes=exact: drop one of them"),
         ("--max-skipped 3", "max_skipped=3 changes nothing: add --on-nonfinite skip, or leave it out"),
         ("--decay_fraction=0.1", "decay_fraction=0.1 changes nothing: add --schedule wsd, or leave it out"),
         ("--schedule constant --min-lr-ratio 0.1", "min_lr_ratio=0.1 changes nothing: drop --schedule constant, or"),

@@ -14,6 +14,7 @@ import stepgraph
 from stepgraph.bench.results import finite
 from stepgraph.config.device import peak_mem_gib
 from stepgraph.config.environment import package_versions
+from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.errors import unknown_name
@@ -42,8 +43,9 @@ def described(kind: type, known: Collection[str]) -> str:
     return f"{kind.__doc__} Presets: {', '.join(PRESETS)}. Providers: {', '.join(known)}."
 
 
-def run_of(config: TrainConfig, **changed: Any) -> TrainConfig:
-    """The run whose step is measured: ``config``, ``changed``. ValueError: an option is wrong."""
+def run_of(config: TrainConfig, words: list[str], **changed: Any) -> TrainConfig:
+    """The run whose step is measured: ``config``, set by ``words``, with ``changed``. ValueError for a bad option."""
+    refuse_idle(config, words)
     config = dataclasses.replace(config, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM, **changed)
     config.validate()
     return config

@@ -36,9 +36,9 @@ class Slot:
     asked: bool = False
     """Whether forward has asked for its gradient, of which there is none."""
     triangle: tuple[float, float] | None = None
-    """What `triangle_of` gives for it, where graphs make it of that instead of reading it."""
+    """Its two values by `triangle_of`, if graphs build it from these instead of reading it."""
     version: int = 0
-    """The tensor's own when that was last compared."""
+    """The tensor's version when it was last compared with the triangle."""
 
     @property
     def path(self) -> str:
@@ -151,7 +151,7 @@ def put_back(model: nn.Module, slots: list[Slot]) -> None:
 
 def triangle_of(tensor: torch.Tensor) -> tuple[float, float] | None:
     """(the value on and below the diagonal, the other value above it) of ``tensor`` (1, ..., T, T), such as a causal
-    mask; None for a tensor that is not of two such values."""
+    mask; None for any other tensor."""
     size = tensor.shape[-1] if tensor.ndim > 1 else 0
     if size < 2 or tensor.numel() != size * size or tensor.shape[-2] != size:
         return None

@@ -1,9 +1,31 @@
 """Finds options on a command line that would change nothing."""
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from stepgraph.config.command_line import given
+from stepgraph.options import StepOptions, choices
+from stepgraph.passes import Pass, Target, resolve
+
+#: A machine on which every pass may run.
+ANY = Target("cuda", process_groups=True)
+
+
+def refuse_idle(options: StepOptions, words: list[str], target: Target = ANY) -> None:
+    """Raises ValueError for an option of the step that ``words`` give although no value of it would change the passes
+    for ``target``. What is off may be said to be off."""
+    passes = resolve(options, (), target)
+    for name, allowed in choices(StepOptions).items():
+        if name not in given(words):
+            continue
+        value = getattr(options, name)
+        others = [dataclasses.replace(options, **{name: other}) for other in allowed if other != value]
+        if value not in ("off", False) and all(_same(other, passes, target) for other in others):
+            where = "in a forecast: leave it out" if target.simulated else "with passes=exact: drop one of them"
+            raise ValueError(f"{name}={value} changes nothing {where}")
+
 
 #: Options that change nothing without another: what has to hold, and how to have it so.
 _NEEDED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -20,3 +42,10 @@ def refuse_unused(config: object, words: list[str]) -> None:
     for name, (holds, fix) in _NEEDED.items():
         if name in given(words) and not holds(config):
             raise ValueError(f"{name}={getattr(config, name)} changes nothing: {fix}, or leave it out")
+
+
+def _same(options: StepOptions, passes: list[Pass], target: Target) -> bool:
+    """Whether ``options`` lead to ``passes``, or to none because they do not go together."""
+    with contextlib.suppress(ValueError):
+        return resolve(options, (), target) == passes
+    return True

@@ -268,6 +268,8 @@ class TrainConfig(
         model = dict(values["model"])
         if model.get("attention") == "sdpa":  # Llama had the option, with this default, until 0.2.0
             del model["attention"]
+        if values.get("grouped") in ("auto", "torch"):  # `--grouped` was an option until 0.2.0
+            del values["grouped"]
         family = family_named(str(model.pop("family", None)))
         return decode(cls, values | {"model": decode(family.config, model, "model")}, "configuration")
 

@@ -1,9 +1,9 @@
-"""Clones of what a compiled piece reads of an input only after writing it.
+"""Clones of inputs that a compiled piece would read only after it has written them.
 
-Inductor writes inputs in a graph's last nodes, in the order of the inputs, and drops copies of tensors. Of
-``c.copy_(b); b.neg_()`` remains ``copy_(b, neg); copy_(c, b)``, which gives ``c`` what ``b`` is afterwards. Where an
-input is written, it also lets operators that change a part of it (``slice_scatter``) work in its memory, and what they
-gave is overwritten before it is copied or returned. torch.compile has the second fault too. Before -> after:
+Inductor writes inputs in a graph's last nodes, in the order of the inputs, and drops copies of tensors:
+``c.copy_(b); b.neg_()`` becomes ``copy_(b, neg); copy_(c, b)``, so ``c`` gets the new value of ``b``. If an input is
+written, Inductor also runs operators that change a part of it (``slice_scatter``) in its memory, where their result is
+overwritten before it is copied or returned. torch.compile has the second fault too. Before -> after:
 ``copy_(c, b)`` -> ``copy_(c, clone)``, the clone made before ``b`` is written; likewise for results.
 """
 

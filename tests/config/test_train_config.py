@@ -101,6 +101,17 @@ def test_runs_from_when_llama_had_an_attention_of_its_own_go_on(attention):
             TrainConfig.from_json(json.dumps(values))
 
 
+@pytest.mark.parametrize("grouped", ["auto", "torch", "quack"])
+def test_runs_from_when_grouped_was_an_option_continue(grouped):
+    config = TrainConfig()
+    text = json.dumps(json.loads(config.to_json()) | {"grouped": grouped})
+    if grouped != "quack":
+        assert TrainConfig.from_json(text) == config
+    else:
+        with pytest.raises(ValueError, match="grouped"):
+            TrainConfig.from_json(text)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -245,6 +245,7 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --mesh fsdp=2 --memry full", "unknown option --memry: did you mean --memory?"),
         ("llama3-8b --mesh fsdp=2 --model.n-layer 2", "unknown option --model.n-layer: did you mean --model.n-layers?"),
         ("llama3-8b --mesh fsdp=2 --batch-size 0", "batch_size=0 must be above 0"),
+        ("llama3-8b --mesh fsdp=2 --cuda-graph", "cuda_graph=True changes nothing in a forecast: leave it out"),
     ],
 )
 def test_errors_of_use_are_one_line(words, message, capsys):

@@ -76,7 +76,7 @@ def parse_step(argv: list[str]) -> tuple[list[TrainConfig], StepBench]:
             if getattr(options, name) < 1:
                 raise ValueError(f"{name}={getattr(options, name)} must be above 0")
         require_folder(options.json)
-        configs.append(run_of(config))
+        configs.append(run_of(config, words))
     return configs, options
 
 

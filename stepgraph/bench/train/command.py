@@ -94,7 +94,7 @@ def parse_train(argv: list[str]) -> tuple[TrainConfig, TrainBench]:
     require_folder(options.json)
     if config.precision == "bf16-autocast":
         raise ValueError("precision=bf16-autocast is not of this benchmark: use fp32 or bf16")
-    config = run_of(config, steps=options.steps, schedule="constant", warmup_steps=0, saved_steps="off")
+    config = run_of(config, words, steps=options.steps, schedule="constant", warmup_steps=0, saved_steps="off")
     refuse_unused(config, words)
     if options.balanced_routing and not hasattr(config.model, "moe"):
         raise ValueError(f"balanced_routing is about experts and {name} has none: drop --balanced-routing")

@@ -208,7 +208,7 @@ def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterat
 
 
 def functions_of_library(module: types.ModuleType, names: Iterable[str]) -> Iterator[Part]:
-    """Those functions of a module of torch's or Python's that code names, which others may be put in the place of."""
+    """The functions in a module of torch or Python that the code calls by name and that a program may replace."""
     if not counted_module(module):
         held = vars(module)
         for name in sorted(held.keys() & names):

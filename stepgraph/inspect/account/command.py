@@ -22,6 +22,7 @@ from typing import Any
 from stepgraph.config.command_line import first_word, given, parse, require_folder
 from stepgraph.config.commands import FORECAST, InspectOptions
 from stepgraph.config.files import run_config
+from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.config.train import TrainConfig
 from stepgraph.costs.hardware import GPUS, Gpu
@@ -31,6 +32,7 @@ from stepgraph.inspect.account.page import PAGE, read_page, write_page
 from stepgraph.inspect.forecast.forecast import simulated, with_microbatches
 from stepgraph.inspect.forecast.pipeline import simulated_stage
 from stepgraph.parallel import MeshSpec, in_own_process
+from stepgraph.passes import Target
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.saved.graphs import Captured, digest
 
@@ -81,7 +83,7 @@ def _ranks(what: str, config: TrainConfig, options: InspectOptions, words: list[
     """Compare the graphs of all ranks of a preset or a run; 1 where they differ."""
     if unused := given(words) & {"html", "text", "stage"}:
         raise ValueError(f"--ranks compares graphs and writes no page: leave {_flag(unused)} out")
-    config = _checked(config, words) if what in PRESETS else _run_config(Path(what))
+    config = _checked(config, options.gpu, words) if what in PRESETS else _run_config(Path(what))
     graphs = graphs_of_ranks(config, options.gpu)
     print("\n".join(report(config.mesh_spec, graphs)))
     return int(len({graph.digest for graph in graphs}) > 1)
@@ -93,16 +95,17 @@ def _run_config(folder: Path) -> TrainConfig:
     return run_config(folder)
 
 
-def _checked(config: TrainConfig, words: list[str]) -> TrainConfig:
+def _checked(config: TrainConfig, gpu: str, words: list[str]) -> TrainConfig:
     config = with_microbatches(config, words)
     config.validate()
+    refuse_idle(config, words, Target.forecast(GPUS[gpu]))
     return config
 
 
 def _account(what: str, config: TrainConfig, options: InspectOptions, words: list[str]) -> dict[str, Any]:
     """The account of a preset, with ``config``, of a run folder or of a page."""
     if what in PRESETS:
-        return preset_account(_checked(config, words), GPUS[options.gpu], options.stage, options.text)
+        return preset_account(_checked(config, options.gpu, words), GPUS[options.gpu], options.stage, options.text)
     path = Path(what)
     if path.is_dir():
         path = path / PAGE

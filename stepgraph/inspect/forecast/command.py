@@ -11,6 +11,7 @@ from rich.table import Table
 from stepgraph.config.build import chosen_chunks
 from stepgraph.config.command_line import first_word, parse, require_folder
 from stepgraph.config.commands import FORECAST, PlanOptions
+from stepgraph.config.idle import refuse_idle
 from stepgraph.config.presets import PRESETS
 from stepgraph.costs.hardware import GPUS
 from stepgraph.costs.memory import KINDS
@@ -28,6 +29,7 @@ from stepgraph.inspect.forecast.tables import (
     time_text,
 )
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, rank_of
+from stepgraph.passes import Target
 from stepgraph.passes.waiting import Waiting
 
 
@@ -53,6 +55,7 @@ def main(argv: list[str]) -> int:
     config.validate()
     gpu = GPUS[options.gpu]
     check_imbalance(options.imbalance, config.mesh_spec)
+    refuse_idle(config, words, Target.forecast(gpu))
     console = new_console()
     pipelined = config.mesh_spec.pp > 1
     with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):

@@ -1,10 +1,10 @@
-"""Attention that multiplies values by transposed weights, as where channels come first.
+"""Attention that multiplies values by transposed weights, as in channels-first layouts.
 
     out = v w'   ->   (w v')'         v (N, D, S), w (N, T, S); and in backward, with the gradient ``dout`` of ``out``,
     dv = dout w  ->   (w' dout')'
     dw' = v' dout  -> dw = dout' v
 
-Written so by U-Nets of diffusion, VQGAN and SAGAN; `fuse` knows the form on the right.
+Diffusion U-Nets, VQGAN and SAGAN write it this way; `fuse` matches the form on the right.
 """
 
 from collections.abc import Iterator

@@ -34,8 +34,11 @@ def main(*numbers: int) -> NoReturn:
         if os.fork() == 0:
             for other in connections[i + 1 :]:  # whose helpers alone hold them, so that their ends are seen
                 other.close()
-            serve(connection)
-            end()
+            try:
+                serve(connection)
+            finally:  # without what Python does at its end, which would wait for the forks
+                compat.end_forked_workers()
+                end()
         connection.close()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ends the helpers, and with them this process
     for _ in connections:
@@ -66,7 +69,6 @@ def serve(connection: Connection) -> None:
         refused = "process groups have other names there"
     for piece in request.pieces:
         connection.send(refused or _compiled(piece))
-    compat.end_forked_workers()
 
 
 def _without_device(device: int | None) -> str | None:

@@ -2,10 +2,10 @@
 
     0.5 * z * (1 + tanh(0.79788 * (z + 0.044715 * z ** 3)))   ->  gelu(z, approximate="tanh")
     z * 0.5 * (1 + erf(z / sqrt(2)))                          ->  gelu(z)
-    and what backward makes of it and ``da``                  ->  gelu_backward(da, z)
+    and its gradient with ``da``                              ->  gelu_backward(da, z)
 
-People write it in many ways, and autograd makes a formula of its own of each. So it is found by what it computes:
-pointwise operators around a ``tanh`` or ``erf`` that give, in fp64 at some numbers, what GELU and its gradient give.
+People write it in many ways, and autograd derives a different gradient from each. So the pointwise operators around a
+``tanh`` or ``erf`` are evaluated in fp64 at many numbers, and match if they equal GELU and its gradient there.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 #: GELU and its approximation differ by up to 5e-4; constants of six digits change it by 1e-6.
 _TOLERANCE = 5e-5
 
-#: Numbers at which a formula is computed: also far out, where some clip (`gelu_10` of transformers).
+#: Numbers at which a formula is evaluated: large ones too, where some are clipped (`gelu_10` of transformers).
 _LARGE = torch.logspace(1, 4, 32, dtype=torch.float64)
 _POINTS = torch.cat([torch.linspace(-8.0, 8.0, 257, dtype=torch.float64), _LARGE, -_LARGE])
 

@@ -57,26 +57,26 @@ class Stores(NamedTuple):
 
 
 class LeastTime:
-    """The choices for a step. ``reads``: the results that backward reads. ``again``: those that may be recomputed, in
-    ``seconds`` for the operator behind each. ``sizes``: bytes."""
+    """The choices for a step. ``reads``: the results that backward reads. ``recomputable``: the results that may be
+    recomputed. ``seconds``: the time of the operator that computes a result. ``sizes``: bytes."""
 
     def __init__(
         self,
         plan: Plan,
         reads: Collection[fx.Node],
-        again: Collection[fx.Node],
+        recomputable: Collection[fx.Node],
         sizes: Mapping[fx.Node, int],
         seconds: Callable[[fx.Node], float],
     ):
-        self.plan, self.reads, self.again, self.sizes, self.seconds = plan, reads, again, sizes, seconds
+        self.plan, self.reads, self.recomputable, self.sizes, self.seconds = plan, reads, recomputable, sizes, seconds
         sources: dict[fx.Node, list[fx.Node]] = {}
         queue = list(reads)
         while queue:
             root = queue.pop()
             if root not in sources:
-                given = plan.sources(root) if root in again else []
+                given = plan.sources(root) if root in recomputable else []
                 # What is read and never recomputed is stored anyway.
-                sources[root] = [s for s in given if s.op == "call_function" and not (s in reads and s not in again)]
+                sources[root] = [s for s in given if s.op == "call_function" and (s not in reads or s in recomputable)]
                 queue += sources[root]
         self.sources = sources
         self.parts = self._parts()
@@ -104,20 +104,20 @@ class LeastTime:
         costs, results = [], []
         for root in part:
             operator = -1
-            if root in self.again:
+            if root in self.recomputable:
                 made = self.plan.operator(root)
                 operator = operators.setdefault(made, len(operators))
                 if operator == len(costs):
                     seconds = round(float(f"{self.seconds(root):.6g}") / _UNIT)
                     costs.append((seconds, tuple(number[s] for s in self.sources[root])))
             read = root in self.reads
-            results.append(_Result(self.sizes[root], read, read or root not in self.again, operator))
+            results.append(_Result(self.sizes[root], read, read or root not in self.recomputable, operator))
         return _Form(tuple(results), tuple(costs))
 
     def at(self, price: float) -> Stores:
         """The choice that takes least time if each stored byte costs ``price`` seconds."""
         found = [_solved(form, round(min(price, _HIGHEST) / _UNIT)) for form in self.forms]
-        dropped = (frozenset(part[i] for i in again) for part, (again, _, _) in zip(self.parts, found, strict=True))
+        dropped = (frozenset(part[i] for i in runs) for part, (runs, _, _) in zip(self.parts, found, strict=True))
         return Stores(tuple(dropped), sum(s for _, s, _ in found), sum(size for _, _, size in found))
 
     def between(self, low: Stores, high: Stores) -> Stores | None:
@@ -146,13 +146,15 @@ def _solved(form: _Form, price: int) -> tuple[tuple[int, ...], int, int]:
         if result.operator < 0:
             network.add_edge("given", ("needed", number), capacity=price * result.size)
         else:
-            again = ("again", number)
-            network.add_edge(("runs", result.operator), again)
-            network.add_edge(again, ("needed", number), **({"capacity": price * result.size} if result.stored else {}))
+            recomputed = ("recomputed", number)
+            network.add_edge(("runs", result.operator), recomputed)
+            network.add_edge(
+                recomputed, ("needed", number), **({"capacity": price * result.size} if result.stored else {})
+            )
         if result.read:
             network.add_edge(("needed", number), "backward")
     _, (given, _) = nx.minimum_cut(network, "given", "backward")
-    again = {i for i, r in enumerate(form.results) if r.operator >= 0 and ("again", i) not in given}
+    made = {i for i, r in enumerate(form.results) if r.operator >= 0 and ("recomputed", i) not in given}
     cost = sum(cost for number, (cost, _) in enumerate(form.operators) if ("runs", number) not in given)
-    size = sum(r.size for i, r in enumerate(form.results) if ("needed", i) not in given and i not in again)
-    return tuple(i for i in sorted(again) if form.results[i].read), cost, size
+    size = sum(r.size for i, r in enumerate(form.results) if ("needed", i) not in given and i not in made)
+    return tuple(i for i in sorted(made) if form.results[i].read), cost, size

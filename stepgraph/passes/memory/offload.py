@@ -71,7 +71,7 @@ class Trips:
         self.block_ends, self.block_begins = self._block_ends(("forward", "loss")), self._block_ends(("backward",))
         cut = compiled and len(plan.step.blocks) >= _FEWEST_BLOCKS
         self.ends, self.begins = (self.block_ends, self.block_begins) if cut else (range(len(nodes)),) * 2
-        #: Copies begin before the one and come back after the other.
+        #: The latest place where a copy to the host begins, and the earliest where one comes back.
         self.latest = self.block_ends[-1] if cut else self.first_backward
         self.earliest = max(self.block_begins[0] if cut else 0, self.first_backward)
 
