@@ -7,9 +7,9 @@ and values compared: equal values in other objects are not a change.
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -349,10 +349,12 @@ class Watched:
         self.unseen = walk.unseen
         self._ready()
         self._children = [m._modules for m in model.modules()]
-        self._submodules = [list(children.items()) for children in self._children]
-        self._registered = [(path, held) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
-        self._order = [list(held) for _, held in self._registered]
-        empty = [(held, name, path) for path, held in self._registered for name in held if held[name] is None]
+        self._submodules = _entries(self._children)
+        registered = [(path, held) for path, m in model.named_modules() for held in (m._parameters, m._buffers)]
+        self._owners = [path for path, _ in registered]
+        self._registered = [held for _, held in registered]
+        self._order = _names(self._registered)
+        empty = [(held, name, path) for path, held in registered for name in held if held[name] is None]
         self._empty, self._empty_names, self._empty_paths = _columns(empty)
         self._settings = compat.settings()
         self._handles = RemovableHandle.next_id
@@ -386,11 +388,11 @@ class Watched:
                 return change
             self._walk = now  # the same values in other objects
             self._ready()
-        if [list(children.items()) for children in self._children] != self._submodules:
+        if _entries(self._children) != self._submodules:
             return "submodules were replaced"
-        if [list(held) for _, held in self._registered] != self._order:
-            registered = zip(self._registered, self._order, strict=True)
-            path = next(path for (path, held), names in registered if list(held) != names)
+        if (order := _names(self._registered)) != self._order:
+            lists = zip(self._owners, _split(*order), _split(*self._order), strict=True)
+            path = next(path for path, now, before in lists if now != before)
             return f"tensors of {path or 'the model'} were added, removed or put in another order"
         if not all(map(is_, map(dict.get, self._empty, self._empty_names), repeat(None))):
             places = zip(self._empty, self._empty_names, self._empty_paths, strict=True)
@@ -454,6 +456,21 @@ def _of_environment(name: str | None) -> Any:
 
 def _columns(rows: list[tuple]) -> tuple[list, list, list]:
     return tuple(map(list, zip(*rows, strict=True))) if rows else ([], [], [])
+
+
+def _names(dicts: list[dict]) -> tuple[list[int], list[str]]:
+    """The sizes of dictionaries, and all their keys in one list: a list for each would start garbage collections."""
+    return list(map(len, dicts)), list(chain.from_iterable(dicts))
+
+
+def _split(sizes: list[int], names: list[str]) -> Iterator[list[str]]:
+    """The keys of each dictionary, of what `_names` returned."""
+    rest = iter(names)
+    return (list(islice(rest, size)) for size in sizes)
+
+
+def _entries(dicts: list[dict]) -> tuple:
+    return *_names(dicts), list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def _holds(container: Any, before: list) -> bool:
