@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from stepgraph.compat.cpp_kernels import kernels_together
 from stepgraph.compat.replaced import replaced
 from stepgraph.compat.versions import TORCH
+from stepgraph.compat.writes import writes_in_order
 from stepgraph.errors import first_line
 
 #: Views, where Inductor can make one, whose schemas do not say so.
@@ -46,11 +47,13 @@ def inductor_compile(
     operators = {n.target for n in module.graph.nodes if isinstance(n.target, torch._ops.OpOverload)}
     schemas = sorted(str(o._schema) for o in operators if o.namespace not in ("aten", "prims"))
     # Nor does it know what is replaced here: code from before `_write_once` would be taken for today's.
-    tag = "; ".join([torch.compiler.config.cache_key_tag, _write_once.__name__, *schemas])
+    replaced_here = _write_once.__name__, writes_in_order.__name__
+    tag = "; ".join([torch.compiler.config.cache_key_tag, *replaced_here, *schemas])
     try:
         # The function hides its module, which has the same name.
         with (
             kernels_together(),
+            writes_in_order(),
             torch.compiler.config.patch(cache_key_tag=tag),
             replaced(sys.modules["torch._inductor.standalone_compile"], **own_mode),
             replaced(graph, get_layout_constraint_tag=functools.partial(_layout, graph.get_layout_constraint_tag)),

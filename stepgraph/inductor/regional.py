@@ -13,7 +13,8 @@ A pattern ignores keyword arguments that it does not name: ``add(x, a @ b, alpha
 ``sum(x, dtype=d)`` -> ``sum(cast(x, d))``, likewise ``cumsum``. Inductor makes the same arithmetic of both forms. A
 test compares `WRITTEN` with the patterns of the installed torch. ``maximum(p, q)`` of truth values, which Inductor
 cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``. ``x[randperm(n)]``, on which a
-pattern of torch 2.13 fails, -> what that pattern would make of it.
+pattern of torch 2.13 fails, -> what that pattern would make of it. ``x * 0``, of which Inductor makes 0 even where
+``x`` is not finite, -> ``x * 0.0``.
 """
 
 import logging
@@ -28,6 +29,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.facts import packet
 from stepgraph.inductor.library import Compiled, Function, Use, compiled_once, is_compiled, note
 
 aten = torch.ops.aten
@@ -48,7 +50,9 @@ def write_arguments(graph: fx.Graph) -> None:
             node.target = _OF_TRUTH[node.target]
         if node.target is aten.index.Tensor and _is_permutation(node.args[0], *node.args[1]):
             node.target = aten._unsafe_index.Tensor  # it is within bounds
-        name, place = WRITTEN.get(getattr(node.target, "overloadpacket", None), (None, 0))
+        if packet(node) in (aten.mul, aten.mul_) and node.meta["val"].is_floating_point():
+            node.args = tuple(float(argument) if isinstance(argument, int) else argument for argument in node.args)
+        name, place = WRITTEN.get(packet(node), (None, 0))
         given = node.kwargs.get(name)
         if given is None:
             continue
@@ -59,6 +63,7 @@ def write_arguments(graph: fx.Graph) -> None:
                 operand = _call(graph, aten._to_copy.default, operand, dtype=dtype)
             if name == "alpha" and given != 1:
                 scaled = isinstance(operand, fx.Node)
+                given = float(given) if scaled and dtype.is_floating_point else given
                 operand = _call(graph, aten.mul.Tensor, operand, given) if scaled else operand * given
         node.update_arg(place, operand)
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != name}

@@ -14,6 +14,7 @@ disk, under a key of the graph and all options, so that a later run loads it.
 
 import contextlib
 import functools
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator
@@ -56,6 +57,9 @@ _INDEX_PUTS = (
 #: Operators that take no negative positions, or values from 0 to 1 alone, which compiled code would accept.
 _CHECKED = (aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_)
 _CHECKED += (aten.binary_cross_entropy,)
+
+#: Libraries whose writes in place Inductor knows, or that are never in a piece.
+_KNOWN_WRITERS = ("aten", "prims", "stepgraph", "_c10d_functional", autocast.NAMESPACE)
 
 
 @dataclass(frozen=True)
@@ -148,10 +152,11 @@ def _drop_empty_operands(graph: fx.Graph) -> None:
 
 
 def _leave_written(graph: fx.Graph) -> None:
-    """Leave to eager what launches of the model's own kernels write: Inductor may make one tensor of two that hold the
-    same, such as two of zeros."""
+    """Leave to eager what launches of the model's own kernels write, and what `writes_as_custom` does: Inductor may
+    make one tensor of two that hold the same, such as two of zeros."""
     aliases = Aliases(graph)
-    written = {aliases.root(w) for node in graph.nodes if is_launch(node) for w in written_arguments(node)}
+    writers = [node for node in graph.nodes if is_launch(node) or writes_as_custom(node)]
+    written = {aliases.root(w) for node in writers for w in written_arguments(node)}
     for node in graph.nodes if written else ():
         if aliases.root(node) in written:
             maker = node.args[0] if node.target is operator.getitem else node
@@ -187,7 +192,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         reason = (needs_host(node) if on_cuda else _needs_gpu(node)) or adds_in_any_order(node)
         reason = reason or (not updates and aliased(node)) or undeclared_write(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
-        reason = reason or averages_past_the_end(node)
+        reason = reason or averages_past_the_end(node) or writes_as_custom(node) or rounds_the_quotient(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
         if reason:
@@ -260,6 +265,8 @@ def _needs_gpu(node: fx.Node) -> str | None:
         return "Inductor takes grouped products only in bf16, and for a CPU knows another layout of their results"
     if packet(node) in _CHECKED:
         return "Inductor leaves out the check of its values"
+    if packet(node) in (aten.remainder, aten.remainder_) and node.meta["val"].is_floating_point():
+        return "Inductor subtracts a rounded multiple, which is 0 or not finite where the quotient is large"
     return None
 
 
@@ -314,12 +321,34 @@ def averages_past_the_end(node: fx.Node) -> str | None:
     return "Inductor pools other windows" if single or argument(node, "ceil_mode") else None
 
 
+def rounds_the_quotient(node: fx.Node) -> str | None:
+    """Why Inductor's floor division of floating-point numbers is not eager's, or None: eager subtracts the remainder
+    first, Inductor rounds the quotient, so that 1 // 0.1 is 10 for 9 and -1 // inf is 0 for -1. Quotients by powers
+    of two are exact."""
+    floor = packet(node) in (aten.floor_divide, aten.floor_divide_) or (
+        packet(node) in (aten.div, aten.div_) and argument(node, "rounding_mode") == "floor"
+    )
+    if not floor or not node.meta["val"].is_floating_point():
+        return None
+    divisor = node.args[1]
+    exact = isinstance(divisor, (int, float)) and abs(math.frexp(divisor)[0]) == 0.5
+    return None if exact else "Inductor rounds the quotient, not what is left of it without the remainder"
+
+
 def undeclared_write(node: fx.Node) -> str | None:
     """Why Inductor may move a read of running statistics before what writes them, or None: the operator's schema does
     not say that it does. It writes those of other norms out itself."""
     if node.target not in HIDDEN_WRITES or packet(node) in (aten.native_batch_norm, aten.cudnn_batch_norm):
         return None
     return "its schema does not say what it writes"
+
+
+def writes_as_custom(node: fx.Node) -> str | None:
+    """Why an operator of another library that writes its arguments cannot be in a piece, or None: of a clone and the
+    tensor that was cloned Inductor gives it one of them twice (pytorch #198031)."""
+    if getattr(node.target, "namespace", "aten") in _KNOWN_WRITERS or not is_mutating(node):
+        return None
+    return "Inductor may give it one tensor for two that hold the same"
 
 
 class _Aliased:
