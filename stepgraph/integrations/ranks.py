@@ -228,7 +228,8 @@ def join_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         own = {param.device_mesh for param in group["params"]}
-        if joined and not own & meshes and options == {n: v for n, v in joined[-1].items() if n != "params"}:
+        alike = joined and options == {n: v for n, v in joined[-1].items() if n != "params"}
+        if alike and own and meshes and not own & meshes:  # an empty group, as with LoRA, stays
             joined[-1]["params"] = sorted(joined[-1]["params"] + group["params"], key=lambda param: place[id(param)])
             meshes |= own
         else:

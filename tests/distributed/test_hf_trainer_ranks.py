@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import stepgraph
 from stepgraph.integrations import GraphTrainer, PadToLengths
-from stepgraph.integrations.ranks import mesh_spec
+from stepgraph.integrations.ranks import join_groups, mesh_spec
 from stepgraph.parallel import MeshSpec, mean_over_mesh, parallelize
 from tests.distributed.hf_ranks import (
     LENGTH,
@@ -242,6 +242,24 @@ def _own_loop(name):
         close([step(own)], [expected], 1e-6)
 
 
+def test_groups_of_the_optimizer_are_those_of_one_process():
+    """Each is one over several meshes; with LoRA nothing is left for the group without weight decay."""
+    a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    a.device_mesh = b.device_mesh = "dp"
+    c.device_mesh = "ep"
+    model = torch.nn.ParameterList([a, c, b])
+    for given, expected in (
+        ([[a, b], [c], []], [[a, c, b], []]),
+        ([[], [a, b], [c]], [[], [a, c, b]]),
+        ([[a], [b], [c]], [[a], [c, b]]),
+    ):
+        optimizer = torch.optim.SGD([{"params": params} for params in given])
+        join_groups(optimizer, model)
+        assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [
+            list(map(id, g)) for g in expected
+        ]
+
+
 @pytest.mark.long
 def test_lora_and_the_best_model():
     on_ranks(2, as_launched, _lora_and_the_best_model)
@@ -265,6 +283,8 @@ def _lora_and_the_best_model():
         close(logged(trainer, "loss"), logged(plain, "loss"))
         again = train(GraphTrainer, folder / "again", adapted(), folder / "lora/checkpoint-3", own=own, fsdp=True)
         assert logged(again, "loss") == logged(trainer, "loss")
+        again = train(Trainer, folder / "again", adapted(), folder / "lora/checkpoint-3")
+        close(logged(again, "loss"), logged(trainer, "loss"))
         assert (folder / "lora/checkpoint-6/adapter_model.safetensors").exists()
 
         best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
