@@ -95,7 +95,7 @@ def capture(
         stepgraph.CaptureError: the step cannot be captured; the message names module path and source line.
         ValueError: unknown passes, an optimizer that cannot be captured, a batch ``accumulate`` does not divide.
     """
-    optimizer = compat.accelerated_inside(optimizer)
+    optimizer = compat.accelerated_inside(optimizer, accumulate)
     checks.check_arguments(model, loss_fn, batch, optimizer)
     require_words("disable", disable)
     for name, folder in (("dump", dump), ("saved", saved)):  # a file as ``saved`` costs a warning

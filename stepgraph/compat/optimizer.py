@@ -32,13 +32,14 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True
 
 
-def accelerated_inside(optimizer: Any) -> Any:
+def accelerated_inside(optimizer: Any, accumulate: int) -> Any:
     """The optimizer inside the one that ``accelerate`` prepared; another one as it is. A list: each one's.
 
-    Raises `ValueError` if a ``GradScaler`` steps it: its scale and skipped steps are not part of a captured step.
+    Raises `ValueError` if a ``GradScaler`` steps it, whose scale and skipped steps are not part of a captured step, and
+    if it accumulates other than over the ``accumulate`` microbatches of a step, each call of which updates.
     """
     if isinstance(optimizer, (list, tuple)):
-        return type(optimizer)(accelerated_inside(one) for one in optimizer)
+        return type(optimizer)(accelerated_inside(one, accumulate) for one in optimizer)
     module = sys.modules.get("accelerate.optimizer")
     if module is None or not isinstance(optimizer, module.AcceleratedOptimizer):
         return optimizer
@@ -46,6 +47,11 @@ def accelerated_inside(optimizer: Any) -> Any:
         raise ValueError(
             "the optimizer that accelerate prepared is stepped by a GradScaler (mixed_precision='fp16'), which a "
             "captured step does not have; use mixed_precision='bf16'"
+        )
+    if (steps := optimizer.gradient_state.num_steps) not in (1, accumulate):
+        raise ValueError(
+            f"Accelerator(gradient_accumulation_steps={steps}), but each call of a captured step updates: drop it, "
+            f"pass accumulate={steps}, and join the {steps} batches of a step"
         )
     return optimizer.optimizer
 

@@ -280,7 +280,8 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
                 first, other = next((a, b) for a, b in zip(forms[0], found, strict=False) if a != b)
                 raise ValueError(
                     f"the batches of rank 0 and of rank {rank} differ in form ({first} and {other}), and ranks run one "
-                    "graph: use data_collator=PadToLengths(lengths, collate), which pads all ranks to one length"
+                    "graph: use data_collator=PadToLengths(lengths, collate), which pads all ranks to one length, and "
+                    "dataloader_drop_last=True where they differ in rows"
                 )
         return microbatches
 

@@ -118,6 +118,7 @@ def test_dynamo_still_compiles_behind_a_graph_break_after_the_capture():
 
 def test_the_optimizer_that_accelerate_prepared(monkeypatch):
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # what other tests of this process set
     given = batches()
     torch.manual_seed(0)
     plain = network()
@@ -139,6 +140,11 @@ def test_the_optimizer_that_accelerate_prepared(monkeypatch):
         assert torch.equal(loss, expected.detach())
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
     assert step.spec.optimizer is optimizer
+    with monkeypatch.context() as patch:  # in accelerate's loop an update would come after two batches
+        patch.setitem(prepared.gradient_state.plugin_kwargs, "num_steps", 2)
+        with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\).*pass accumulate=2"):
+            stepgraph.capture(model, mse, given[0], prepared)
+        stepgraph.capture(model, mse, given[0], prepared, accumulate=2)
     monkeypatch.setattr(prepared, "scaler", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="stepped by a GradScaler"):
         stepgraph.capture(model, mse, given[0], prepared)

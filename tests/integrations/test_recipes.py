@@ -71,7 +71,7 @@ def test_lightning(tmp_path):
     class Module(lightning.LightningModule):
         def __init__(self, model, capture):
             super().__init__()
-            self.model, self.capture, self.captured, self.losses = model, capture, None, []
+            self.model, self.capture, self.losses = model, capture, []
             self.automatic_optimization = not capture
 
         def training_step(self, batch, index):
@@ -90,6 +90,7 @@ def test_lightning(tmp_path):
             return loss
 
         def configure_optimizers(self):
+            self.captured = None
             return torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     model, batches = parts()
@@ -103,8 +104,10 @@ def test_lightning(tmp_path):
             **({} if capture else {"gradient_clip_val": 1.0}),
         )  # fmt: skip
         trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))  # with another optimizer
         runs.append((module.losses, trainer.global_step))
-    assert runs[0] == runs[1] and runs[0][1] == STEPS
+    assert runs[0] == runs[1] and runs[0][1] == 2 * STEPS
     assert same_weights(model, twin)
     saved = torch.load(next((tmp_path / "True").rglob("*.ckpt")), weights_only=False)
     assert set(saved["optimizer_states"][0]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}

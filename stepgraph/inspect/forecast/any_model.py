@@ -192,7 +192,7 @@ def forecast(
         if passes not in ("exact", "default"):
             raise ValueError(f"passes={passes!r}: a forecast takes 'exact', 'default' or a stepgraph.StepOptions")
         passes = StepOptions(passes)
-    optimizer = compat.accelerated_inside(optimizer)
+    optimizer = compat.accelerated_inside(optimizer, accumulate)
     checks.check_arguments(model, loss_fn, batch, optimizer)
     leaves, _ = flatten_batch(batch)
     checks.check_microbatches(leaves, accumulate)
