@@ -52,7 +52,7 @@ _PURE = {
     ours.cast_scaled_groups.default, ours.cast_packed_rows.default,
     ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.product.default,
     ours.modulated_norm_backward.default, ours.gated_norm_backward.default, ours.gelu_rows.default,
-    ours.gelu_rows_backward.default, ours.gram.default,
+    ours.gelu_rows_backward.default, ours.gram.default, ours.transposed_bytes.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.

@@ -8,7 +8,7 @@ import torch
 
 import stepgraph
 from stepgraph.bench.norm.timing import copy_gbps, graph_ms
-from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product
+from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product, transposed_bytes
 from stepgraph.models import Llama3, Llama3Config, next_token_loss
 from stepgraph.passes import configured
 from tests.passes.matmul.eager_fp8 import swap
@@ -59,6 +59,16 @@ def test_casts_have_the_bits_of_the_reference(shape, element, dtype):
         options = (dtype, rows, columns)
         assert_same_bits(cast_scaled(here, amax_of(here), *options), cast_scaled(x, amax_of(x), *options))
         assert_same_bits(cast_scaled_rows(here, *options), cast_scaled_rows(x, *options))
+    by = torch.rand(shape[1])
+    scaled = (cast_scaled_rows(t, dtype, True, False, factor) for t, factor in ((here, by.to(DEVICE)), (x, by)))
+    assert_same_bits(*scaled)
+
+
+@hopper
+@pytest.mark.parametrize("shape", [(64, 64), (14336, 4096), (1000, 130), (77, 200)], ids=str)
+def test_bytes_are_transposed(shape):
+    x = torch.randint(256, shape, dtype=torch.uint8, device=DEVICE)
+    assert torch.equal(transposed_bytes(x), x.t()) and torch.equal(transposed_bytes(x.t()), x)
 
 
 @hopper

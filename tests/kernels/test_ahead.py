@@ -85,6 +85,8 @@ def examples(t):
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, True)
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
     yield "cast_scaled_rows", (t(512, 1025), FP8, True, True)  # no pairs in a row
+    yield "cast_scaled_rows", (t(512, 1024), FP8, True, False, t(1024, dtype=FP32))
+    yield "transposed_bytes", (t(512, 1024, dtype=torch.uint8),)
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
     codes, nested = t(2048, 1, dtype=torch.uint8), [t(1, dtype=FP32), t(256, dtype=FP32), t(dtype=FP32)]
     weight = codes, t(64, dtype=torch.uint8), t(16, dtype=FP32)

@@ -2,3 +2,4 @@
 
 from stepgraph.kernels.fp8.cast import cast_scaled, cast_scaled_rows
 from stepgraph.kernels.fp8.product import scaled_product
+from stepgraph.kernels.fp8.transpose import transposed_bytes

@@ -42,8 +42,11 @@ def reference(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: 
     return (scale, *sides)
 
 
-def rows_reference(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, ...]:
+def rows_reference(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, by: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """`cast_scaled_rows` in plain torch."""
+    x = x if by is None else x.float() * by
     results = []
     for side, wanted in _sides(x, rows, columns):
         scale, factor = scale_of(side.abs().amax(1).float() if wanted else x.new_empty(0).float(), dtype)
@@ -68,7 +71,7 @@ def _forms(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Te
 
 
 def _like_rows(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, transposed = _forms(x, *options)
+    q, transposed = _forms(x, *options[:3])
     row_scale, column_scale = (x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed))
     return q, row_scale, transposed, column_scale
 
@@ -96,16 +99,19 @@ def cast_scaled(
 
 
 @operator(_like_rows, launch="fp8.cast_triton:launch_rows")
-def cast_scaled_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_scaled_rows(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, by: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast a matrix to fp8 with a scale for each row, for each column, or both.
 
     Args:
         x: (R, C), not empty; bf16, fp16 or fp32, in any strides.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rows, columns: which of the copies to make.
+        by: None, or (C,) fp32: what x is multiplied by in fp32 before.
 
     Returns:
         ``(R, C)`` in ``dtype`` and its scales, (R,) fp32; ``(C, R)`` in ``dtype``, the transposed copy of what columns
         give, and its scales, (C,) fp32. All contiguous; empty tensors for results that were not requested.
     """
-    return rows_reference(x, dtype, rows, columns)
+    return rows_reference(x, dtype, rows, columns, by)

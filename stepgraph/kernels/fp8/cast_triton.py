@@ -143,12 +143,14 @@ def _cast_kernel(
 
 @triton.jit
 def _row_kernel(
-    x, q, scale, C, row_stride, column_stride, q_stride, scale_stride, MOST: tl.constexpr, BLOCK: tl.constexpr
+    x, by, q, scale, C, row_stride, column_stride, q_stride, scale_stride, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Row ``program_id(0)``, read once."""
+    """Row ``program_id(0)``, read once. ``by``: None, or what each of its columns is multiplied by."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     value = tl.load(x + row * row_stride + column.to(tl.int64) * column_stride, mask=column < C, other=0.0)
+    if by is not None:
+        value = value.to(tl.float32) * tl.load(by + column, mask=column < C, other=0.0)
     top = _top(tl.max(_bits(value)[None, :], 1), _SMALLEST)
     y = _rounded(value[None, :], top[:, None], MOST, q.dtype.element_ty)
     tl.store(q + row * q_stride + column[None, :], y, mask=(column < C)[None, :])
@@ -174,21 +176,25 @@ def launch(x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: boo
     return scale, q, transposed
 
 
-def launch_rows(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_rows(
+    x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, by: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `cast.cast_scaled_rows`."""
+    if by is not None and (columns or x.shape[1] > LONGEST):
+        x, by = x.float() * by, None
     q, transposed = _copies(x, dtype, rows, columns)
     scales = [x.new_empty(len(side), dtype=torch.float32) for side in (q, transposed)]
     with _on(x):
         if _transposed_before(x):
             for side, copy, scale, wanted in ((x, q, scales[0], rows), (x.t(), transposed, scales[1], columns)):
                 if wanted:
-                    _cast_rows(_contiguous(side), copy, scale)
+                    _cast_rows(_contiguous(side), copy, scale, by)
         elif columns:
             bits = [torch.zeros(s.shape, dtype=torch.int32, device=x.device) for s in scales]
             _amax(x, *bits, ROWS=rows, COLUMNS=True)
             _cast(x, *bits, q, transposed, *scales, WHOLE=False, ROWS=rows, COLUMNS=True)
         else:
-            _cast_rows(x, q, scales[0])
+            _cast_rows(x, q, scales[0], by)
     return q, scales[0], transposed, scales[1]
 
 
@@ -208,12 +214,12 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
-def _cast_rows(x: Tensor, q: Tensor, scale: Tensor) -> None:
+def _cast_rows(x: Tensor, q: Tensor, scale: Tensor, by: Tensor | None = None) -> None:
     """Rows alone: read once where a program holds one."""
     if x.shape[1] <= LONGEST:
         block, warps = row_configuration(x.shape[1])
         _row_kernel[(x.shape[0],)](
-            x, q, scale, x.shape[1], *x.stride(), q.stride(0), scale.stride(0),
+            x, by, q, scale, x.shape[1], *x.stride(), q.stride(0), scale.stride(0),
             MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
         )  # fmt: skip
     else:

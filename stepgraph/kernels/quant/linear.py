@@ -17,6 +17,7 @@ from torch import nn
 
 from stepgraph.errors import unknown_name
 from stepgraph.kernels.fp8.product import scaled_product
+from stepgraph.kernels.fp8.transpose import transposed_bytes
 from stepgraph.kernels.quant.weight import FP8, Fp8Weight, Nf4Weight, QuantizedWeight, cast_rows
 
 Tensor = torch.Tensor
@@ -53,8 +54,8 @@ class _Fp8Product(torch.autograd.Function):
         (dy,), (codes, scale) = grads, ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            rows, given = cast_rows((dy * scale).bfloat16())
-            across = codes.t().contiguous().view(FP8)
+            rows, given = cast_rows(dy, scale)
+            across = transposed_bytes(codes).view(FP8)
             dx = scaled_product(rows, across, given, scale.new_ones(across.shape[0]), None, True)
             dx = dx.view(*dy.shape[:-1], -1)
         return dx, _sum_rows(dy, ctx.needs_input_grad[1]), None, None

@@ -145,9 +145,9 @@ class Fp8Weight(QuantizedWeight):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def cast_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows in fp8, their scales) of ``x`` (..., K)."""
-    rows, scale, *_ = cast_scaled_rows(x.reshape(-1, x.shape[-1]), FP8, True, False)
+def cast_rows(x: Tensor, by: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(rows in fp8, their scales) of ``x`` (..., K), or of ``x * by``, where ``by`` is (K,) fp32."""
+    rows, scale, *_ = cast_scaled_rows(x.reshape(-1, x.shape[-1]), FP8, True, False, by)
     return rows, scale
 
 

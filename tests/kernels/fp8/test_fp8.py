@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product
+from stepgraph.kernels.fp8 import cast_scaled, cast_scaled_rows, scaled_product, transposed_bytes
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
 CHILD = Path(__file__).with_name("fp8_child.py")
@@ -73,6 +73,14 @@ def test_zeros_tiny_values_and_what_is_not_finite(dtype):
     assert cast_scaled(x, amax_of(x), dtype, True, False)[0].isnan()
 
 
+def test_columns_are_multiplied_before_they_are_cast():
+    x, by = matrix(6, 32), torch.rand(32) + 0.5
+    for found, right in zip(
+        cast_scaled_rows(x, E4M3, True, True, by), cast_scaled_rows(x.float() * by, E4M3, True, True), strict=True
+    ):
+        assert torch.equal(found.float(), right.float())
+
+
 def test_what_is_not_asked_for_is_empty():
     x = matrix(4, 8)
     _, q, transposed = cast_scaled(x, amax_of(x), E4M3, False, True)
@@ -111,6 +119,8 @@ def test_operators_follow_their_schemas():
     for op, args in (
         (ops.cast_scaled, (x.t(), amax_of(x), E5M2, True, True)),
         (ops.cast_scaled_rows, (x[::2], E4M3, False, True)),
+        (ops.cast_scaled_rows, (x, E4M3, True, False, torch.ones(32))),
+        (ops.transposed_bytes, (row.view(torch.uint8)[::2],)),
         (ops.scaled_product, (q, q, scale, scale, None, False)),
         (ops.scaled_product, (row, row, row_scale, row_scale, torch.ones(16).bfloat16(), True)),
     ):
@@ -142,28 +152,45 @@ def test_kernels_give_the_reference_bits(tmp_path):
     odd, rough = matrix(34, 5), matrix(30, 20)
     odd[3, 2], odd[7, 1], odd[9] = float("nan"), INF, 0.0
     cases = [
-        (exact(3, 200, E4M3), E4M3, True, False, 16384),
-        (exact(3, 200, E5M2), E5M2, True, False, 100),  # rows that one program does not hold
-        (exact(13, 5, E4M3), E4M3, True, True, 16384),
-        (exact(34, 10, E5M2).t(), E5M2, True, True, 16384),
-        (exact(10, 80, E4M3)[:, ::2], E4M3, False, True, 16384),
-        (exact(12, 34, E4M3).float(), E4M3, True, True, 16384),
-        (exact(10, 35, E4M3)[:, 1:], E4M3, True, True, 16384),
-        (exact(34, 38, E4M3), E4M3, True, True, 16384),
-        (odd, E4M3, True, True, 16384),
-        (odd[:12, 1:], E4M3, True, True, 16384),
-        (odd[:12].repeat(1, 2), E5M2, True, True, 16384),
-        (rough, E5M2, True, True, 16384),
+        (exact(3, 200, E4M3), E4M3, True, False, 16384, None),
+        (exact(3, 200, E5M2), E5M2, True, False, 100, None),  # rows that one program does not hold
+        (exact(13, 5, E4M3), E4M3, True, True, 16384, None),
+        (exact(34, 10, E5M2).t(), E5M2, True, True, 16384, None),
+        (exact(10, 80, E4M3)[:, ::2], E4M3, False, True, 16384, None),
+        (exact(12, 34, E4M3).float(), E4M3, True, True, 16384, None),
+        (exact(10, 35, E4M3)[:, 1:], E4M3, True, True, 16384, None),
+        (exact(34, 38, E4M3), E4M3, True, True, 16384, None),
+        (odd, E4M3, True, True, 16384, None),
+        (odd[:12, 1:], E4M3, True, True, 16384, None),
+        (odd[:12].repeat(1, 2), E5M2, True, True, 16384, None),
+        (rough, E5M2, True, True, 16384, None),
+        (exact(3, 200, E4M3), E4M3, True, False, 16384, torch.randint(1, 3, (200,)).float()),
+        (exact(3, 200, E4M3), E4M3, True, False, 100, torch.randint(1, 3, (200,)).float()),
+        (exact(34, 10, E4M3), E4M3, True, True, 16384, torch.full((10,), 0.5)),
     ]
     for case, casts in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
-        x, dtype, rows, columns, _ = case
-        is_exact = x.isfinite().all() and x is not rough
-        whole, rowwise = cast_scaled(x, amax_of(x), dtype, rows, columns), cast_scaled_rows(x, dtype, rows, columns)
+        x, dtype, rows, columns, _, by = case
+        is_exact = x.isfinite().all() and x is not rough and by is None
+        whole, rowwise = cast_scaled(x, amax_of(x), dtype, rows, columns), cast_scaled_rows(*case[:4], by)
         for found, right in zip(casts, (whole, rowwise) * 2, strict=True):
             for mine, theirs in zip(found, right, strict=True):
                 assert mine.shape == theirs.shape and mine.dtype == theirs.dtype
                 if mine.dtype == torch.float32 or is_exact:
                     torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+                elif by is not None:  # a step of fp8
+                    torch.testing.assert_close(mine.float(), theirs.float(), rtol=2**-3, atol=2**-9)
+
+
+@pytest.mark.slow
+def test_the_kernel_transposes_bytes(tmp_path):
+    """Of whole tiles and parts of one, odd sizes, views and what begins between two pairs."""
+    pytest.importorskip("triton")
+    x = torch.randint(256, (70, 102), dtype=torch.uint8)
+    cases = [(x,), (x[:64, :64].contiguous(),), (x[:33],), (x[:, :37].contiguous(),), (x.t(),), (x[1:, ::2],)]
+    cases.append((x.flatten()[1:5101].view(50, 102),))
+    for (side,), found in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
+        assert torch.equal(found, side.t()) and found.is_contiguous()
+        assert torch.equal(transposed_bytes(side), found)
 
 
 @pytest.mark.slow
@@ -198,4 +225,5 @@ def test_no_configuration_spills(element, to):
         block, warps = kernels.row_configuration(C)
         kinds = x | {"q": f"*{to}", "scale": "*fp32", "C": "i32", "row_stride": "i32", "q_stride": "i32"}
         constants = {"column_stride": 1, "scale_stride": 1, "MOST": most, "BLOCK": block}
-        assert_no_spills(kernels._row_kernel, kinds, constants, warps, aligned)
+        assert_no_spills(kernels._row_kernel, kinds, constants | {"by": None}, warps, aligned)
+        assert_no_spills(kernels._row_kernel, kinds | {"by": "*fp32"}, constants, warps, aligned)
