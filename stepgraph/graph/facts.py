@@ -11,6 +11,7 @@ from stepgraph.graph.launch import Launch
 from stepgraph.kernels import attention, concat, fp8, gelu, gelu_rows, gram, products  # noqa: F401  (they define operators)
 from stepgraph.kernels.comm import expert_rows  # noqa: F401
 from stepgraph.kernels.lora import sums  # noqa: F401
+from stepgraph.kernels.loss import counted  # noqa: F401
 from stepgraph.kernels.moe import grouped  # noqa: F401
 from stepgraph.kernels.norm import modulated  # noqa: F401
 from stepgraph.kernels.quant import nf4  # noqa: F401
@@ -53,6 +54,7 @@ _PURE = {
     ours.swiglu_rows_cast.default, ours.swiglu_rows_cast_backward.default, ours.product.default,
     ours.modulated_norm_backward.default, ours.gated_norm_backward.default, ours.gelu_rows.default,
     ours.gelu_rows_backward.default, ours.gram.default, ours.transposed_bytes.default,
+    ours.counted_logits.default, ours.counted_dx.default, ours.counted_db.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.
@@ -63,7 +65,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
     ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention, ours.sum_products,
     ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight, ours.product, ours.gelu_product, ours.gelu_product_backward,
-    ours.gram,
+    ours.gram, ours.counted_logits, ours.counted_dx, ours.counted_dw_,
 }  # fmt: skip
 
 

@@ -86,6 +86,49 @@ def test_gpt2_of_odd_widths(vocab, width, chunks, disable):
         assert "the vocabulary padded to" in report.summary and report.notes == []
 
 
+def masked_loss(model, batch):
+    return model(batch["ids"], labels=batch["labels"]).loss
+
+
+def labels_of(ids, share, seed):
+    lot = torch.rand(ids.shape, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed))
+    return ids.masked_fill(lot >= share, -100)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_that_count_alone(bias):
+    """One capture, replayed as a CUDA graph, for batches of which a tenth, all, one or half of the labels count."""
+    torch.manual_seed(0)
+    model, ids = gpt2(50257, 192, layers=2), torch.randint(50257, (32, 256), device=DEVICE)
+    if bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.randn(50257, device=DEVICE, dtype=torch.bfloat16) / 4)
+    wide = copy.deepcopy(model).float()
+    options = StepOptions(loss_rows="counted")
+    step = stepgraph.capture(model, masked_loss, {"ids": ids, "labels": labels_of(ids, 0.1, 0)}, passes=options)
+    report = next(r for r in step.report if r.name == "fuse_loss")
+    assert report.summary.endswith("of rows that count") and report.notes == []
+    one = torch.full_like(ids, -100)
+    one[7, 9] = 5
+    for labels in (labels_of(ids, 0.1, 1), ids, one, labels_of(ids, 0.5, 2)):
+        grads = []
+        for _ in range(2):
+            model.zero_grad()
+            loss = step({"ids": ids, "labels": labels}).clone()
+            grads.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        wide.zero_grad()
+        truth = masked_loss(wide, {"ids": ids, "labels": labels})
+        truth.backward()
+        torch.testing.assert_close(loss.float(), truth.detach(), rtol=4e-3, atol=0)
+        for name, p in wide.named_parameters():
+            assert relative(grads[0][name], p.grad) < 4e-2, name
+        if bias:  # untied from what lies before it
+            assert torch.equal(grads[0]["lm_head.bias"], grads[1]["lm_head.bias"])
+    model.zero_grad()
+    none = torch.full_like(ids, -100)
+    assert step({"ids": ids, "labels": none}).isnan()
+    assert not any(p.grad.any() for p in model.parameters())
+
+
 LARGE = Llama3Config(dim=1024, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=2048, vocab_size=151936, max_seq_len=2048)
 TOKENS = (4, 2048)
 

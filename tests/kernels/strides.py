@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import stepgraph.kernels.embedding.gradient
+import stepgraph.kernels.loss.counted
 import stepgraph.kernels.loss.cross_entropy
 import stepgraph.kernels.moe
 import stepgraph.kernels.norm.column_sum  # noqa: F401  (each defines operators of torch.ops.stepgraph)
@@ -59,6 +60,14 @@ def calls(device: str, dtype: torch.dtype) -> Iterator[Call]:
         yield f"token_kl_gradient_ {layout.__name__}", ours.token_kl_gradient_, tokens
     spread = torch.stack([targets, targets], 1)[:, 1]
     yield "cross_entropy_, targets apart", ours.cross_entropy_, (logits.clone(), spread, one, False, -100)
+    end = torch.tensor(ROWS, dtype=torch.int32, device=device)
+    hidden, head, slopes = data(ROWS, 48), data(VOCAB, 48), torch.nn.functional.pad(logits, (0, 256 - VOCAB))
+    for layout in WRITTEN if dtype != torch.float32 or device == "cpu" else ():
+        rows = layout(hidden), layout(head).t()
+        yield f"counted_logits {layout.__name__}", ours.counted_logits, (*rows, layout(data(1, VOCAB))[0], end, 0)
+        yield f"counted_dx {layout.__name__}", ours.counted_dx, (layout(slopes), layout(head), end, 0)
+        yield f"counted_dw_ {layout.__name__}", ours.counted_dw_, (layout(head), layout(slopes), rows[0], end, 0, True)
+        yield f"counted_db {layout.__name__}", ours.counted_db, (layout(slopes), end, 0)
     norm = (dtype, "layer", 1e-5, 0.0)
     x, weight, r = data(2, ROWS, WIDTH), data(WIDTH), data(2, ROWS, WIDTH)
     for layout in ANY:

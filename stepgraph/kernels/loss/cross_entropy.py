@@ -31,7 +31,9 @@ def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore:
     lambda logits, *_: logits.new_empty((), dtype=torch.float32),
     launch="loss.cross_entropy_triton:launch", writes={"logits"},
 )  # fmt: skip
-def cross_entropy_(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int) -> Tensor:
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False
+) -> Tensor:
     """The cross entropy of ``logits``, which are overwritten with their gradient.
 
     Args:
@@ -39,6 +41,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ig
         targets: (M,) int64, in [0, V); rows with target ``ignore`` do not count. Any other makes the loss NaN.
         grad: fp32 scalar, the gradient of the loss that is returned.
         mean: the loss is the mean over rows that count, else their sum.
+        ordered: rows that count come first, and blocks of 128 rows after them stay as they are, whatever they hold.
 
     Returns:
         The loss, an fp32 scalar.

@@ -10,44 +10,56 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _kernel(logits, targets, scale, losses, stride, V, ignore, BLOCK: tl.constexpr, ONE: tl.constexpr):
-    """Row ``program_id(0)``: its loss, and ``(softmax - onehot) * scale`` over the logits. ``ONE``: V <= BLOCK."""
+def _kernel(
+    logits, targets, scale, losses, stride, V, ignore, BLOCK: tl.constexpr, ONE: tl.constexpr, ORDERED: tl.constexpr
+):  # fmt: skip
+    """Row ``program_id(0)``: its loss, and ``(softmax - onehot) * scale`` over the logits, which are not read where the
+    row does not count. ``ONE``: V <= BLOCK."""
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     target = tl.load(targets + row)
-    counts = target != ignore
-    inside = (target >= 0) & (target < V)
     columns = tl.arange(0, BLOCK)
-    # Base 2: the hardware's exponential. A running maximum per row, one exponential per element.
-    if ONE:
-        v = tl.load(x + columns, mask=columns < V, other=-float("inf")).to(tl.float32) * _LOG2E
-        top = tl.max(v, 0)
-        total = tl.sum(tl.exp2(v - top), 0)
-    else:
-        top = -float("inf")
-        total = 0.0
-        for start in range(0, V, BLOCK):
+    if target == ignore:
+        tl.store(losses + row, 0.0)
+        written = V
+        if ORDERED:  # where the first row of a block does not count, none does
+            written = tl.where(tl.load(targets + row // 128 * 128) == ignore, 0, V)
+        for start in range(0, written, BLOCK):
             at = start + columns
-            v = tl.load(x + at, mask=at < V, other=-float("inf"), eviction_policy="evict_last").to(tl.float32) * _LOG2E
-            higher = tl.maximum(top, tl.max(v, 0))
-            # A row that starts with -inf has no maximum yet.
-            shift = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(v - shift), 0)
-            top = higher
-    log_total = top + tl.log2(total)
-    at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
-    tl.store(losses + row, tl.where(counts, log_total * _LN2 - at_target, 0.0))
-    factor = tl.where(counts, tl.load(scale), 0.0)
-    tl.debug_barrier()  # the target's logit is read before it is overwritten
-    if ONE:
-        slope = (tl.exp2(v - log_total) - tl.where(columns == target, 1.0, 0.0)) * factor
-        tl.store(x + columns, tl.where(counts, slope, 0.0).to(logits.dtype.element_ty), mask=columns < V)
+            tl.store(x + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=at < V)
     else:
-        for start in range(0, V, BLOCK):
-            at = start + columns
-            v = tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32) * _LOG2E
-            slope = (tl.exp2(v - log_total) - tl.where(at == target, 1.0, 0.0)) * factor
-            tl.store(x + at, tl.where(counts, slope, 0.0).to(logits.dtype.element_ty), mask=at < V)
+        # Base 2: the hardware's exponential. A running maximum per row, one exponential per element.
+        if ONE:
+            v = tl.load(x + columns, mask=columns < V, other=-float("inf")).to(tl.float32) * _LOG2E
+            top = tl.max(v, 0)
+            total = tl.sum(tl.exp2(v - top), 0)
+        else:
+            top = -float("inf")
+            total = 0.0
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                v = tl.load(x + at, mask=at < V, other=-float("inf"), eviction_policy="evict_last")
+                v = v.to(tl.float32) * _LOG2E
+                higher = tl.maximum(top, tl.max(v, 0))
+                # A row that starts with -inf has no maximum yet.
+                shift = tl.where(higher == -float("inf"), 0.0, higher)
+                total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(v - shift), 0)
+                top = higher
+        log_total = top + tl.log2(total)
+        inside = (target >= 0) & (target < V)
+        at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
+        tl.store(losses + row, log_total * _LN2 - at_target)
+        factor = tl.load(scale)
+        tl.debug_barrier()  # the target's logit is read before it is overwritten
+        if ONE:
+            slope = (tl.exp2(v - log_total) - tl.where(columns == target, 1.0, 0.0)) * factor
+            tl.store(x + columns, slope.to(logits.dtype.element_ty), mask=columns < V)
+        else:
+            for start in range(0, V, BLOCK):
+                at = start + columns
+                v = tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32) * _LOG2E
+                slope = (tl.exp2(v - log_total) - tl.where(at == target, 1.0, 0.0)) * factor
+                tl.store(x + at, slope.to(logits.dtype.element_ty), mask=at < V)
 
 
 def configuration(V: int) -> tuple[int, int]:
@@ -63,8 +75,9 @@ def in_rows(logits: Tensor) -> Tensor:
 
 
 def launch(
-    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, config: tuple[int, int] | None = None
-) -> Tensor:
+    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False,
+    config: tuple[int, int] | None = None,
+) -> Tensor:  # fmt: skip
     """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
     given, logits = logits, in_rows(logits)
     rows, V = logits.shape
@@ -75,7 +88,7 @@ def launch(
     if rows:
         _kernel[(rows,)](
             logits, targets.contiguous(), scale, losses, logits.stride(0), V, ignore,
-            BLOCK=block, ONE=block >= V, num_warps=warps,
+            BLOCK=block, ONE=block >= V, ORDERED=ordered, num_warps=warps,
         )  # fmt: skip
     if logits is not given:
         given.copy_(logits)

@@ -11,6 +11,11 @@ so that the logits of one part are alive at a time. A vocabulary whose rows do n
 padded with rows of zeros: all three products then take the fast kernels, and nothing of the logits' size is copied.
 Numbers: ``dw`` is kept in its own dtype, as eager's is: products add to it in fp32 and round once a part. ``loss`` and
 the bias's gradient are added in fp32. Everything else is computed as before.
+
+With ``rows="counted"`` the rows whose label counts are brought in front, and only these are multiplied, in any number:
+
+    order = sort(labels != ignore); x' = x[order]; in each part the products of `stepgraph.kernels.loss.counted`
+    dx = where(labels != ignore, cat(dx_i)[place of the row], 0)
 """
 
 import math
@@ -23,14 +28,16 @@ import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.st
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.marks import KEEP_EAGER
+from stepgraph.kernels.loss import counted
 from stepgraph.kernels.loss.heads import PART_BYTES, parts_of
 from stepgraph.passes.contract import PassReport
 from stepgraph.passes.loss.head import RESHAPES, Head, match
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
 Chunks = int | Literal["auto"]
 
 _TILE = 128  # rows of a tile of a product
+_FEW_COLUMNS = 4096
 
 
 def check_chunks(chunks: Chunks) -> None:
@@ -39,23 +46,39 @@ def check_chunks(chunks: Chunks) -> None:
         raise ValueError(f"loss_chunks={chunks}; allowed: auto, or a number of parts from 1 on")
 
 
-def rewrite(loss: fx.Node, wanted: Chunks, report: PassReport, part_bytes: int = PART_BYTES) -> str:
+def rewrite(
+    loss: fx.Node, wanted: Chunks, report: PassReport, part_bytes: int = PART_BYTES, counts: bool = False
+) -> str:
     """Put the head of ``loss``, a ``stepgraph::cross_entropy_``, in parts; what was done, for the pass's summary.
-    ``part_bytes``: of a part's logits, where ``wanted`` is auto."""
+    ``part_bytes``: of a part's logits, where ``wanted`` is auto. ``counts``: multiply only the rows that count."""
     head = match(loss, Aliases(loss.graph))
     if isinstance(head, str):
-        if _wants(loss, wanted, part_bytes):
+        if counts or _wants(loss, wanted, part_bytes):
             report.notes.append(f"the head of {loss.name} stays in one part: {head}")
         return ""
     chunks = parts(head, wanted, part_bytes)
-    if chunks == 1 and not head.padding:
+    if counts and (reason := _counted_unfit(head)):
+        report.notes.append(f"the head of {loss.name} computes all rows: {reason}")
+        counts = False
+    if chunks == 1 and not head.padding and not counts:
         return ""
     rows, columns = head.shape
     bounds, step = bounds_of(rows, chunks)
-    _Writer(head).write(bounds)
-    padded = f", the vocabulary padded to {columns + head.padding}" if head.padding else ""
+    (_CountedWriter if counts else _Writer)(head).write(bounds)
+    padded = f", the vocabulary padded to {columns + head.padding}" if head.padding and not counts else ""
     several = f"{len(bounds)} parts of {step} rows" if len(bounds) > 1 else "one part"
-    return f"; head and loss of {rows} x {columns} logits in {several}{padded}"
+    return f"; head and loss of {rows} x {columns} logits in {several}{padded}{', of rows that count' * counts}"
+
+
+def _counted_unfit(head: Head) -> str | None:
+    """Why there are no products of rows that count for ``head``."""
+    others = [node for node in head.between if node is not head.loss and node.target not in RESHAPES]
+    if others:
+        return f"{others[0].name} reads its logits"
+    x, columns = head.x.meta["val"], head.shape[1]
+    if x.is_cuda and columns < _FEW_COLUMNS:
+        return f"it has {columns} columns, and sorting the rows pays from {_FEW_COLUMNS} on"
+    return None if counted.fits(x) else f"its input is {x.dtype} of {x.shape[1]} columns"
 
 
 def bounds_of(rows: int, chunks: int) -> tuple[list[tuple[int, int]], int]:
@@ -86,8 +109,8 @@ class _Writer:
     weight again for its backward."""
 
     def __init__(self, head: Head):
-        self.head = head
-        self.columns = head.shape[1] + head.padding
+        self.head, self.x, self.padding = head, head.x, head.padding
+        self.flags: tuple[bool, ...] = ()  # more arguments of the loss
         self.parts: list[fx.Node] = []
         self.sums: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*head.dx, *head.db)}
         self.totals: dict[fx.Node, fx.Node] = {}
@@ -120,22 +143,18 @@ class _Writer:
         """The weight in both orientations and the bias, with zeros after the vocabulary's end."""
         head, build = self.head, self._builder(self.head.product, eager=True)
         self.weight, self.bias = head.weight, head.bias
-        if head.padding:
+        if self.padding:
             rows = build(aten.t.default, head.weight)
-            rows = build(aten.constant_pad_nd.default, rows, [0, 0, 0, head.padding], 0.0)
+            rows = build(aten.constant_pad_nd.default, rows, [0, 0, 0, self.padding], 0.0)
             self.weight = build(aten.t.default, rows)
-            self.bias = self.bias and build(aten.constant_pad_nd.default, self.bias, [0, head.padding], 0.0)
+            self.bias = self.bias and build(aten.constant_pad_nd.default, self.bias, [0, self.padding], 0.0)
         self.rows_of_weight = build(aten.t.default, self.weight) if head.dx else None
 
     def _part(self, first: int, last: int) -> None:
         head = self.head
         products = self._builder(head.product, eager=True)
-        x = products(aten.slice.Tensor, head.x, 0, first, last)
-        made = {}
-        if self.bias is None:
-            made[head.product] = products(aten.mm.default, x, self.weight)
-        else:
-            made[head.product] = products(aten.addmm.default, self.bias, x, self.weight)
+        x = products(aten.slice.Tensor, self.x, 0, first, last)
+        made = {head.product: self._logits(products, x, first)}
         for node in head.between:
             if node is head.loss:
                 self._loss(made, first, last)
@@ -145,32 +164,45 @@ class _Writer:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: made.get(n, n))
                 made[node] = self._builder(node)(node.target, *args, **kwargs)
         for node in head.dx:
-            build = self._builder(node, eager=True)
-            self.sums[node].append(build(aten.mm.default, made[node.args[0]], self.rows_of_weight))
+            self.sums[node].append(self._dx(self._builder(node, eager=True), made[node.args[0]], first))
         for node in head.dw:
-            build = self._builder(node, eager=True)
-            gradient = build(aten.t.default, made[node.args[0].args[0]])
-            self.totals[node] = build.add_product(self.totals.get(node), gradient, x)
+            slopes = made[node.args[0].args[0]]
+            self.totals[node] = self._dw(self._builder(node, eager=True), self.totals.get(node), slopes, x, first)
         for node in head.db:
-            build = self._builder(node)
-            wide = torch.promote_types(node.meta["val"].dtype, torch.float32)
-            self.sums[node].append(build(aten.sum.dim_IntList, made[node.args[0]], *node.args[1:], dtype=wide))
+            self.sums[node].append(self._db(node, made[node.args[0]], first))
+
+    # What a part computes, of its rows from ``first`` on.
+
+    def _logits(self, build: Builder, x: fx.Node, first: int) -> fx.Node:
+        if self.bias is None:
+            return build(aten.mm.default, x, self.weight)
+        return build(aten.addmm.default, self.bias, x, self.weight)
+
+    def _dx(self, build: Builder, slopes: fx.Node, first: int) -> fx.Node:
+        return build(aten.mm.default, slopes, self.rows_of_weight)
+
+    def _dw(self, build: Builder, total: fx.Node | None, slopes: fx.Node, x: fx.Node, first: int) -> fx.Node:
+        return build.add_product(total, build(aten.t.default, slopes), x)
+
+    def _db(self, node: fx.Node, slopes: fx.Node, first: int) -> fx.Node:
+        wide = torch.promote_types(node.meta["val"].dtype, torch.float32)
+        return self._builder(node)(aten.sum.dim_IntList, slopes, *node.args[1:], dtype=wide)
 
     def _loss(self, made: dict[fx.Node, fx.Node], first: int, last: int) -> None:
         """The loss of a part, over its logits."""
         head = self.head
         build = self._builder(head.loss, eager=True)
         logits = made[head.loss.args[0]]
-        if head.padding:
+        if self.padding:
             logits = build(aten.slice.Tensor, logits, 1, 0, head.shape[1])
         targets = build(aten.slice.Tensor, self.targets, 0, first, last)
-        self.parts.append(build(head.loss.target, logits, targets, self.grad, False, self.ignore))
+        self.parts.append(build(head.loss.target, logits, targets, self.grad, False, self.ignore, *self.flags))
 
     def _join(self) -> None:
         """Replace the originals with the parts' results."""
         head = self.head
         for node in head.dx:
-            node.replace_all_uses_with(self._builder(node).cat(self.sums[node]))
+            node.replace_all_uses_with(self._all_rows(self._builder(node), self._builder(node).cat(self.sums[node])))
         for node in head.dw:
             node.replace_all_uses_with(self._narrow(node, self.totals[node], 0))
         for node in head.db:
@@ -183,8 +215,58 @@ class _Writer:
             node.graph.erase_node(node)
         erase_unread(*sources)
 
+    def _all_rows(self, build: Builder, dx: fx.Node) -> fx.Node:
+        """The gradient of all rows of x, of that of the rows that parts have."""
+        return dx
+
     def _narrow(self, like: fx.Node, node: fx.Node, dim: int) -> fx.Node:
         """``node`` without the padding in ``dim``."""
-        if not self.head.padding:
+        if node.meta["val"].shape[dim] == self.head.shape[1]:
             return node
         return self._builder(like, eager=True)(aten.slice.Tensor, node, dim, 0, self.head.shape[1])
+
+
+class _CountedWriter(_Writer):
+    """Brings the rows that count in front, and writes products of these."""
+
+    def __init__(self, head: Head):
+        super().__init__(head)
+        self.padding, self.flags = counted.padded(head.shape[1]) - head.shape[1], (True,)
+
+    def _operands(self) -> None:
+        head = self.head
+        self.weight, self.bias = head.weight, head.bias
+        self.rows_of_weight = self._builder(head.product)(aten.t.default, head.weight) if head.dx else None
+        build = self._builder(head.loss, eager=True)
+        counts = build(aten.ne.Scalar, self.targets, self.ignore)
+        self.end = build(aten.sum.default, counts, dtype=torch.int32)
+        self.counts = build(aten.unsqueeze.default, counts, 1)
+        ranked = build.cast(counts, torch.uint8)
+        (order,) = build.parts(build(aten.sort.stable, ranked, stable=True, dim=0, descending=True), 1)
+        self.x = build(aten.index_select.default, self.x, 0, order)
+        self.targets = build(aten.index_select.default, self.targets, 0, order)
+        # Where a row is then; what comes before the first that counts has none.
+        place = build(aten.sub.Tensor, build(aten.cumsum.default, counts, 0), 1)
+        self.place = build(aten.clamp.default, place, 0)
+
+    def _logits(self, build: Builder, x: fx.Node, first: int) -> fx.Node:
+        return build(ours.counted_logits.default, x, self.weight, self.bias, self.end, first)
+
+    def _dx(self, build: Builder, slopes: fx.Node, first: int) -> fx.Node:
+        return build(ours.counted_dx.default, slopes, self.rows_of_weight, self.end, first)
+
+    def _dw(self, build: Builder, total: fx.Node | None, slopes: fx.Node, x: fx.Node, first: int) -> fx.Node:
+        add = total is not None
+        if total is None:
+            total = build(aten.new_empty.default, x, [self.head.shape[1], x.meta["val"].shape[1]])
+        build(ours.counted_dw_.default, total, slopes, x, self.end, first, add)
+        return total
+
+    def _db(self, node: fx.Node, slopes: fx.Node, first: int) -> fx.Node:
+        total = self._builder(node, eager=True)(ours.counted_db.default, slopes, self.end, first)
+        lead = node.meta["val"].shape[:-1]
+        return self._builder(node).view(total, [*lead, self.head.shape[1] + self.padding])
+
+    def _all_rows(self, build: Builder, dx: fx.Node) -> fx.Node:
+        """Rows that do not count have no gradient; what ``dx`` holds for others may be anything."""
+        return build(aten.where.ScalarOther, self.counts, build(aten.index_select.default, dx, 0, self.place), 0.0)

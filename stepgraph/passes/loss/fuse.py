@@ -11,6 +11,7 @@ indices as targets.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import fx
@@ -32,9 +33,11 @@ _UNFUSED = 4
 @dataclass(frozen=True)
 class LossOptions:
     """``chunks``: the parts that a head and its loss are computed in, one after another (see `chunk`). auto: as many as
-    keep a part's logits near ``part_bytes``, in parts of at least 2048 rows."""
+    keep a part's logits near ``part_bytes``, in parts of at least 2048 rows. ``rows``: all are multiplied, or the ones
+    whose label counts."""
 
     chunks: chunk.Chunks = "auto"
+    rows: Literal["all", "counted"] = "all"
     part_bytes: int = chunk.PART_BYTES
 
     def __post_init__(self) -> None:
@@ -46,7 +49,7 @@ class LossOptions:
     "numerics",
     options=LossOptions(),
     needs_cuda=True,
-    from_options=lambda options: {"chunks": options.loss_chunks},
+    from_options=lambda options: {"chunks": options.loss_chunks, "rows": options.loss_rows},
 )
 def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None:
     """Compute the cross entropy and its gradient in one kernel, over the logits; in two where ranks share them."""
@@ -77,7 +80,8 @@ def fuse_loss(step: StepGraph, options: LossOptions, report: PassReport) -> None
             report.notes.append(f"{node.name} is left unchanged: {found}")
             continue
         loss = found.rewrite(aliases)
-        heads += chunk.rewrite(loss, options.chunks, report, options.part_bytes) if loss is not None else ""
+        if loss is not None:
+            heads += chunk.rewrite(loss, options.chunks, report, options.part_bytes, options.rows == "counted")
         fused += 1
         saved += tensor_bytes(found.logits) if found.private else 0
     report.matched, report.changed = report.matched + entropies, report.changed + fused
