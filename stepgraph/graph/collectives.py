@@ -16,8 +16,7 @@ from torch import fx
 import stepgraph.kernels.comm.async_matmul
 import stepgraph.kernels.comm.copy_collectives
 import stepgraph.kernels.comm.expert_rows
-import stepgraph.kernels.comm.point_to_point
-import stepgraph.kernels.comm.symmetric_sends  # noqa: F401  (all register their operators)
+import stepgraph.kernels.comm.stage_sends  # noqa: F401  (all register their operators)
 from stepgraph import compat
 from stepgraph.graph.facts import argument, of_target, set_argument, tensor_bytes
 from stepgraph.graph.provenance import phase_of, role_of
@@ -47,8 +46,6 @@ ROWS_END = ours.rows_end.default
 
 SEND = ours.send.default
 RECV = ours.recv.default
-PUT = ours.put.default
-TAKE = ours.take.default
 
 
 class Operator(NamedTuple):
@@ -168,16 +165,20 @@ def _scattered_bytes(node: fx.Node) -> float:
 
 def exchanging(graph: fx.Graph) -> frozenset[str]:
     """Names of the groups, as torch knows them, in which the graph's nodes communicate without NCCL."""
-    exchanges = (n for n in graph.nodes if n.target in (PUT, TAKE) or ((found := operator_of(n)) and found.exchange))
+    exchanges = (n for n in graph.nodes if box_of(n) or ((found := operator_of(n)) and found.exchange))
     return frozenset(compat.group_name(group_of(node)) for node in exchanges)
+
+
+def box_of(node: fx.Node) -> list[int] | None:
+    """The box of a message that ``node`` sends or receives over symmetric memory, None for others."""
+    return argument(node, "box") if node.target in (SEND, RECV) else None
 
 
 def boxes_of(graph: fx.Graph) -> Iterator[tuple[str, int, int, torch.device]]:
     """What the graph's messages over symmetric memory need: (group, places on each rank, bytes of each, device)."""
     for node in graph.nodes:
-        if node.target in (PUT, TAKE):
-            _, _, places, nbytes = argument(node, "box")
-            yield argument(node, "group_name"), places, nbytes, node.meta["val"].device
+        if box := box_of(node):
+            yield argument(node, "group_name"), *box[2:], node.meta["val"].device
 
 
 def spans_machines(group: str, ranks_per_machine: int = 0) -> str | None:

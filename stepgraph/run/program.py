@@ -22,8 +22,7 @@ from stepgraph.graph.provenance import provenance
 from stepgraph.graph.step_graph import Call, Kind, StepGraph
 from stepgraph.graph.values import BatchLeaf, Before, Input, Loss, ModelTensor, Ratio, Value
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.kernels.comm.point_to_point import sent
-from stepgraph.kernels.comm.symmetric_sends import open_boxes
+from stepgraph.kernels.comm.stage_sends import open_boxes, sent
 from stepgraph.passes.compile.cuda_graph import record_apart
 from stepgraph.run.cuda_graph import GraphRunner, WholeStep
 from stepgraph.run.interpreter import Interpreter

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from stepgraph.kernels.comm import point_to_point
+from stepgraph.kernels.comm import stage_sends
 from stepgraph.run.program import ProgramRunner
 
 SECONDS = 20
@@ -49,7 +49,7 @@ class Transport:
         self.count += 1
         return self.posted[-1]
 
-    def isend(self, flat: torch.Tensor, group: dist.ProcessGroup, group_dst: int) -> Posted:
+    def isend(self, flat: torch.Tensor, group: dist.ProcessGroup, group_dst: int, tag: int) -> Posted:
         return self._post(dist.send, flat, group, group_dst=group_dst)  # gloo's ends when the receive is posted
 
     def irecv(self, flat: torch.Tensor, group: dist.ProcessGroup, group_src: int) -> Posted:
@@ -72,5 +72,5 @@ class Transport:
             return run(runner, graph, flat)
 
         ways = SimpleNamespace(isend=self.isend, irecv=self.irecv)
-        with mock.patch.object(point_to_point, "dist", ways), mock.patch.object(ProgramRunner, "_run", waiting):
+        with mock.patch.object(stage_sends, "dist", ways), mock.patch.object(ProgramRunner, "_run", waiting):
             yield self

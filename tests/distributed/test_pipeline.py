@@ -11,7 +11,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph import parallel
-from stepgraph.graph.collectives import PUT, RECV, SEND, TAKE
+from stepgraph.graph.collectives import RECV, SEND, box_of
 from stepgraph.models import Llama3Config, MoEConfig, family_of
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.models.llama3 import TP_PLAN
@@ -164,8 +164,8 @@ def check_symmetric(mesh):
     """Messages into a stage's memory, which on a CPU go point to point: the same bits, and no groups of their own."""
     pipeline, step = check_gradients(mesh, "interleaved", 2, sends="symmetric")
     assert not pipeline.channels and set(pipeline.named_groups()) == {"pp"}
-    targets = {node.target for graph in step.graphs.values() for node in graph.graph.nodes}
-    assert {PUT, TAKE} < targets and not {SEND, RECV} & targets
+    nodes = [node for graph in step.graphs.values() for node in graph.graph.nodes if node.target in (SEND, RECV)]
+    assert {node.target for node in nodes} == {SEND, RECV} and all(map(box_of, nodes))
     step = check_training(mesh, "1f1b", 2, SHORT, sends="symmetric")
     check_awaited(mesh, step, 2, ("receive_backward", "receive_forward"))
     model, _ = pipelined(mesh, "zbv", sends="symmetric")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.kernels.comm.stage_sends import sent
 from stepgraph.parallel.pipeline import SCHEDULES
 from stepgraph.parallel.pipeline.messages import calls_of, message_of
 from stepgraph.parallel.pipeline.schedules import work_of
@@ -39,10 +39,10 @@ def run_messages(calls, where, groups, drain, numel=NUMEL, device="cpu"):
                 continue
             name = groups[(message.peer > rank) == message.sends].group_name
             if message.sends:
-                torch.ops.stepgraph.send(content(message, call.microbatch), message.peer, name)
+                torch.ops.stepgraph.send(content(message, call.microbatch), message.peer, None, name)
             else:
                 form = ([numel], [1], torch.float32, torch.device(device))
-                arrived.append((torch.ops.stepgraph.recv(*form, message.peer, name), message, call.microbatch))
+                arrived.append((torch.ops.stepgraph.recv(*form, message.peer, None, name), message, call.microbatch))
         for found, message, microbatch in arrived:
             torch.ops._c10d_functional.wait_tensor(found)
             assert torch.equal(found, content(message, microbatch)), (message, microbatch)

@@ -18,9 +18,9 @@ import stepgraph
 from stepgraph import compat, parallel
 from stepgraph.graph.step_graph import InputSpec, StepGraph
 from stepgraph.graph.values import Loss, TotalLoss
-from stepgraph.kernels.comm import symmetric_sends
+from stepgraph.kernels.comm import stage_sends
 from stepgraph.kernels.comm.exchange import Session
-from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.kernels.comm.stage_sends import sent
 from stepgraph.models import Llama3
 from stepgraph.models import next_token_loss as one_rank_loss
 from stepgraph.parallel import next_token_loss
@@ -265,13 +265,13 @@ def _messages_replayed(mesh):
     sessions = {"cuda": Session(), "cpu": Session()}
 
     def begin(device):
-        symmetric_sends.open_boxes(sessions[device.type], group.group_name, 2, x[0].nbytes, device)
+        stage_sends.open_boxes(sessions[device.type], group.group_name, 2, x[0].nbytes, device)
 
     def run(x):
         peer, session = 1 - group.rank(), sessions[x.device.type]
-        put = lambda part: torch.ops.stepgraph.put(part, peer, box, group.group_name)  # noqa: E731
+        put = lambda part: torch.ops.stepgraph.send(part, peer, box, group.group_name)  # noqa: E731
         form = ([200, 300], [1, 200], x.dtype, x.device)
-        take = lambda: torch.ops.stepgraph.take(*form, peer, box, group.group_name)  # noqa: E731
+        take = lambda: torch.ops.stepgraph.recv(*form, peer, box, group.group_name)  # noqa: E731
         found = []
         with session:
             if group.rank() == 0:  # 1F1B

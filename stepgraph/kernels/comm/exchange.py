@@ -212,9 +212,9 @@ class Session:
         self.under_way: dict[tuple[str, str], list[Any]] = defaultdict(list)
         """Collectives under way, by kind and group, the oldest first: see `copy_collectives`."""
         self.sends: list[tuple[dist.Work, Tensor]] = []
-        """What is being sent to other stages, kept until it has left: see `point_to_point`."""
+        """What is being sent to other stages, kept until it has left: see `stage_sends`."""
         self.mail: dict[str, Any] = {}
-        """What is written into other stages' memory, by group: see `symmetric_sends`."""
+        """What is written into other stages' memory, by group: see `stage_sends`."""
         self.host_memory: dict[torch.device, Any] = {}
         """What results are copied to while they are not needed, by device: see `kernels.offload`."""
         self._ages: Counter[str] = Counter()

@@ -23,7 +23,7 @@ from stepgraph.parallel.pipeline.schedules import rank_of, schedule_named
 from stepgraph.parallel.ranks import Ranks
 
 #: How messages are sent between stages, by the name that options use: through torch's process groups (NCCL, gloo), or
-#: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.symmetric_sends`).
+#: within a machine into the memory of the stage that reads them (see `stepgraph.kernels.comm.stage_sends`).
 SENDS = ("point-to-point", "symmetric")
 
 
@@ -147,7 +147,7 @@ def plan_pipeline(
         split: the first block of each stage, from 0 upwards, such as ``(0, 9, 17, 25)``; None: the most even cut by
             cost, with embedding, head and loss counted.
         stage_sends: how stages send messages: ``point-to-point`` through torch's process groups, or within a machine
-            over ``symmetric`` memory (see `stepgraph.kernels.comm.symmetric_sends`).
+            over ``symmetric`` memory (see `stepgraph.kernels.comm.stage_sends`).
 
     Raises ``ValueError`` where the model has fewer blocks than stages, the split does not fit, or symmetric sends would
     go to another machine.

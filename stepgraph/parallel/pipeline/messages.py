@@ -180,7 +180,7 @@ def _cycle(ranks: list[_Rank]) -> str:
 
 
 def places_of(calls: Sequence[Sequence[Call]], ranks_of: Sequence[int]) -> dict[Channel, int]:
-    """The places that each channel needs where stages write into each other's memory: see `symmetric_sends`. ``calls``:
+    """The places that each channel needs where stages write into each other's memory: see `stage_sends`. ``calls``:
     of each rank of the pipeline, see `calls_of`, where a receive ends when it is called.
 
     A receiver has a box for each kind of message from each other rank, and its places are used in rotation. A box has

@@ -14,7 +14,7 @@ from stepgraph.graph.provenance import Provenance, Role, set_provenance
 from stepgraph.graph.stages import Cut, pieces_of
 from stepgraph.graph.step_graph import Call, InputSpec, Kind, StepGraph, graph_name
 from stepgraph.graph.values import Loss, Output, Parameter, TotalLoss, Value
-from stepgraph.kernels.comm import point_to_point, symmetric_sends  # noqa: F401  (register their operators)
+from stepgraph.kernels.comm import stage_sends  # noqa: F401  (registers its operators)
 from stepgraph.parallel.pipeline.layout import Pipeline, channel_name
 from stepgraph.parallel.pipeline.messages import Channel, calls_of, places_of
 from stepgraph.parallel.pipeline.schedules import with_once, work_of
@@ -97,7 +97,7 @@ class StageGraphs:
         return every[pipeline.rank], self._boxes(every) if pipeline.symmetric else None
 
     def _boxes(self, calls: list[list[Call]]) -> dict[Channel, list[int]]:
-        """The box of each channel's messages, for `symmetric_sends`. ``calls``: those of every rank."""
+        """The box of each channel's messages, for `stage_sends`. ``calls``: those of every rank."""
         stages = range(len(self.pipeline.ranks_of))
         messages = [self.cut.message(stage, forward) for stage in stages for forward in (True, False)]
         most = max(map(len, messages))
@@ -116,7 +116,6 @@ class StageGraphs:
         values = self.cut.message(there if sends else here, forward)
         phase = "forward" if forward else "backward"
         where, channel = self._route(forward, sends, self.pipeline.ranks_of[there], boxes)
-        send, recv = (ours.send, ours.recv) if boxes is None else (ours.put, ours.take)
         graph, results = fx.Graph(), []
         inputs, outputs = [], []
         for value in values:
@@ -125,11 +124,11 @@ class StageGraphs:
                 source = graph.placeholder(value.name)
                 source.meta["val"] = like
                 inputs.append(InputSpec(Value(value.name)))
-                node = graph.call_function(send.default, (source, *where))
+                node = graph.call_function(ours.send.default, (source, *where))
                 node.meta["val"] = like.new_empty(0)
             else:
                 form = (list(like.shape), list(like.stride()), like.dtype, like.device)
-                node = graph.call_function(recv.default, (*form, *where))
+                node = graph.call_function(ours.recv.default, (*form, *where))
                 node.meta["val"] = like
                 outputs.append(Value(value.name, arriving=boxes is None))
                 results.append(node)
@@ -147,7 +146,7 @@ class StageGraphs:
             return (peer, boxes[Channel(forward, *ends)], name), name
         up = (peer > pipeline.rank) == sends
         name = compat.name_group(pipeline.channels[up], channel_name(up))
-        return (peer, name), name
+        return (peer, None, name), name
 
     def _share_loss(self) -> StepGraph:
         """The last stage's loss, to all stages: a sum with the others' zeros."""

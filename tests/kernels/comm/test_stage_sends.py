@@ -12,8 +12,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from stepgraph import compat
-from stepgraph.kernels.comm import exchange, symmetric_sends
-from stepgraph.kernels.comm.point_to_point import sent
+from stepgraph.kernels.comm import exchange, stage_sends
+from stepgraph.kernels.comm.stage_sends import sent
 from stepgraph.parallel.pipeline.messages import calls_of, message_of, places_of
 from stepgraph.parallel.pipeline.schedules import SCHEDULES, check_schedule, rank_of, work_of
 
@@ -88,7 +88,7 @@ class World:
         on."""
         for rank in self.ranks:
             with self.on(rank):
-                symmetric_sends.open_boxes(self.sessions[rank], NAME, self.room, NBYTES, CPU)
+                stage_sends.open_boxes(self.sessions[rank], NAME, self.room, NBYTES, CPU)
         flags, at, sent_, taken = self.pads.clone(), Counter(), Counter(), Counter()
         while True:
             able = [
@@ -109,10 +109,10 @@ class World:
             count[channel] += 1
             with self.on(rank):
                 if sends:
-                    symmetric_sends._put(value, channel.receiver, self.boxes[channel], NAME)
+                    stage_sends._send(value, channel.receiver, self.boxes[channel], NAME)
                 else:
                     form = (value.shape, value.stride(), value.dtype, CPU)
-                    found = symmetric_sends._take(*form, channel.sender, self.boxes[channel], NAME)
+                    found = stage_sends._recv(*form, channel.sender, self.boxes[channel], NAME)
                     assert torch.equal(found, value) and found.stride() == value.stride()
         assert [at[rank] for rank in self.ranks] == list(map(len, self.messages))
         assert torch.equal(self.pads, flags)
@@ -130,7 +130,7 @@ def content(seed, channel, number):
 @pytest.fixture(autouse=True)
 def as_on_gpus():
     with (
-        mock.patch.object(symmetric_sends, "_writes", return_value=True),
+        mock.patch.object(stage_sends, "_writes", return_value=True),
         mock.patch.multiple(torch.cuda, Stream=mock.DEFAULT, stream=mock.MagicMock(), current_stream=mock.DEFAULT),
     ):
         yield
@@ -163,19 +163,19 @@ def test_places_do_not_grow_with_microbatches(name, most):
         world = World(name, 8, microbatches)
         assert max(places for _, places, *_ in world.boxes.values()) == most
         with world.on(0):
-            symmetric_sends.open_boxes(world.sessions[0], NAME, world.room, NBYTES, CPU)
+            stage_sends.open_boxes(world.sessions[0], NAME, world.room, NBYTES, CPU)
             with pytest.raises(
                 ValueError, match=r"^stage_sends=symmetric: .* need 31 places and there are flags for 30:"
             ):
-                symmetric_sends.open_boxes(world.sessions[0], NAME, 31, NBYTES, CPU)
+                stage_sends.open_boxes(world.sessions[0], NAME, 31, NBYTES, CPU)
 
 
 def test_after_a_step_that_was_broken_off_memory_is_new():
     world = World("1f1b", 2, 4)
     with world.on(0):
-        symmetric_sends.open_boxes(world.sessions[0], NAME, world.room, NBYTES, CPU)
+        stage_sends.open_boxes(world.sessions[0], NAME, world.room, NBYTES, CPU)
         (channel,) = [c for c in world.boxes if c.sender == 0]
-        symmetric_sends._put(content(0, channel, 0), 1, world.boxes[channel], NAME)
+        stage_sends._send(content(0, channel, 0), 1, world.boxes[channel], NAME)
     old, age = world.sessions[0].mail[NAME], world.sessions[0].age({NAME})
     world.sessions[0].forget({NAME})
     assert not world.sessions[0].mail and old in world.sessions[0].broken and old.kept is not None

@@ -1,11 +1,16 @@
-"""Messages between the stages of a pipeline over symmetric memory, as operators that never need the host.
+"""Messages between the stages of a pipeline, as operators that return at once.
 
-    put(x, peer, box, group_name)                                x is written into a place at the rank ``peer``
-    take(size, stride, dtype, device, peer, box, group_name)     what that rank put there, a new tensor
+    send(x, peer, box, group_name)                               x travels to the rank at place ``peer`` of the group
+    recv(size, stride, dtype, device, peer, box, group_name)     what that rank sends, a new tensor
 
-Each receiver has a *box* for each kind of message from each other rank: places that messages take in turn, counted from
-where a step begins. ``box`` is (the number of its first place, how many it has, how many all boxes of a rank have, the
-bytes of a place), the same at both ends. Memory travels as it lies: dense tensors, in the strides that both ends know.
+Memory travels as it lies: dense tensors, in the strides that both ends know. Without a ``box`` messages go point to
+point: those from one rank to another in one group arrive in the order in which they are sent. ``wait_tensor`` waits for
+a receive; a sent tensor is kept until it has left (see `sent`).
+
+With a ``box`` they go over symmetric memory, which never needs the host, and a receive needs no ``wait_tensor``. Each
+receiver has a box for each kind of message from each other rank: places that messages take in turn, counted from where
+a step begins. ``box`` is (the number of its first place, how many it has, how many all boxes of a rank have, the bytes
+of a place), the same at both ends.
 
 On CUDA the sender waits until the place is free, and its copy engine writes the message and a flag on a stream next to
 the current one. The receiver's stream waits for that flag where the message is read, copies it out, and says that the
@@ -118,35 +123,48 @@ def _flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-@operator("put(Tensor x, int peer, int[] box, str group_name) -> Tensor", lambda x, *_: x.new_empty(0))
-def _put(x: Tensor, peer: int, box: list[int], group_name: str) -> Tensor:
+@operator("send(Tensor x, int peer, int[]? box, str group_name) -> Tensor", lambda x, *_: x.new_empty(0))
+def _send(x: Tensor, peer: int, box: list[int] | None, group_name: str) -> Tensor:
     group, session, flat = compat.process_group(group_name), current(), _flat(x)
-    if _writes(x.device):
+    if box is not None and _writes(x.device):
         session.mail[group.group_name].put(flat, peer, box)
-    else:
+        return x.new_empty(0)
+    if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):  # events of a recording cannot be queried
         session.sends = [(work, kept) for work, kept in session.sends if not work.is_completed()]
-        session.sends.append((dist.isend(flat, group=group, group_dst=peer, tag=box[0]), flat))
+    session.sends.append((dist.isend(flat, group=group, group_dst=peer, tag=box[0] if box else 0), flat))
     return x.new_empty(0)
 
 
 @operator(
-    "take(int[] size, int[] stride, ScalarType dtype, Device device, int peer, int[] box, str group_name) -> Tensor",
+    "recv(int[] size, int[] stride, ScalarType dtype, Device device, int peer, int[]? box, str group_name) -> Tensor",
     lambda size, stride, dtype, device, *_: torch.empty_strided(size, stride, dtype=dtype, device=device),
     "CompositeExplicitAutograd",
 )
-def _take(
+def _recv(
     size: list[int],
     stride: list[int],
     dtype: torch.dtype,
     device: torch.device,
     peer: int,
-    box: list[int],
+    box: list[int] | None,
     group_name: str,
 ) -> Tensor:
     group = compat.process_group(group_name)
     made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    if _writes(made.device):
-        current().mail[group.group_name].take(_flat(made), peer, box)
+    flat = _flat(made)
+    if box is None:
+        compat.register_work(made, dist.irecv(flat, group=group, group_src=peer))
+    elif _writes(device):
+        current().mail[group.group_name].take(flat, peer, box)
     else:
-        dist.recv(_flat(made), group=group, group_src=peer, tag=box[0])
+        dist.recv(flat, group=group, group_src=peer, tag=box[0])
     return made
+
+
+def sent(session: Session) -> None:
+    """Wait until all that was sent has left; on a GPU the current stream waits, not the host."""
+    for work, _ in session.sends:
+        work.wait()
+    session.sends = []
+    for mail in session.mail.values():
+        mail.join()
