@@ -5,11 +5,10 @@ Matches: results that forward leaves for backward, after fusion has decided what
 hide behind computation, a share of their time. `least_time` chooses what to recompute at a price per stored byte; what
 is stored is offloaded from the first result on, as far as copies hide. The price rises until the peak is low enough.
 Equal blocks choose alike, except that some may do so at one price and the others at the next, so few pieces differ for
-a compiler. If no price suffices, the cheapest ways for each byte at the fullest moment come first, again and again
-(what is offloaded may then be recomputed instead). What turns out not to be needed is kept.
+a compiler. What turns out not to be needed is kept.
 Exact: the same bits as `recompute` and `offload`. Preconditions: a flat graph with phases. Modules that the policy
 names are not touched, except that they offload where it says so.
-Source: see `least_time`; greedy choice by value over weight, as for knapsacks (Dantzig, 1957).
+Source: see `least_time`.
 """
 
 import heapq
@@ -18,6 +17,8 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from torch import fx
@@ -39,15 +40,14 @@ from stepgraph.passes.memory.policy import module_actions, parse_policy
 from stepgraph.passes.memory.recompute import Plan
 from stepgraph.passes.memory.rematerialize import rematerialize
 
-#: How a result is given up, and the seconds that this takes; None: it is kept.
-_Choice = tuple[str, float] | None
-
 #: The price of a copy that hides: the share of its time that computation loses to its traffic. Not measured.
 _HIDDEN_PRICE = 0.1
 #: Bytes from which on a copy takes longer than it takes to begin.
 _LEAST_COPY = HOST_COPY_S * HOST_LINK
-#: Moves between two looks at the memory over time.
-_STRIDE = 16
+#: How often the prices between which a report shows other peaks are halved.
+_HALVINGS = 3
+#: Results at most that are tried to be kept after all.
+_GIVEN_BACK = 32
 #: Lines of a report.
 _SHOWN = 12
 
@@ -266,46 +266,43 @@ class Fit:
     def solve(self, limit: float) -> None:
         """Give results up, in the least time, until the peak is at most ``limit`` or nothing is left to give up."""
         self._note(self.curve())
-        if self.peak() > limit and not self._in_least_time(limit):
-            self._walk_from_either(limit)
+        if self.peak() > limit:
+            self._in_least_time(limit)
         self._give_back(limit)
         if not self.options.trial:
-            chosen = self._chosen()
-            self._in_least_time(0)  # what a lower peak would cost
-            self._walk(self._moves(), 0)
+            chosen = set(self.dropped), set(self.gone), dict(self.prices)
+            self._lowest()  # what other peaks would cost
             self.dropped, self.gone, self.prices = chosen
         path = sorted(set(self.path), key=lambda point: (-point[0], point[1]))
         self.path = [point for i, point in enumerate(path) if all(point[1] < other[1] for other in path[i + 1 :])]
 
-    def _chosen(self) -> tuple[set[fx.Node], set[fx.Node], dict[fx.Node, float]]:
-        return set(self.dropped), set(self.gone), dict(self.prices)
+    @cached_property
+    def _stores(self) -> LeastTime:
+        return LeastTime(self.plan, self.needs, self.again, self.sizes, self._seconds)
 
-    def _walk_from_either(self, limit: float) -> None:
-        """`_walk` from where nothing is given up; if that does not suffice, also from here, to where the peak is
-        lower."""
-        moves, here = self._moves(), self._chosen()
-        self._set(set(), [])
-        self._walk(moves, limit)
-        if (peak := self.peak()) > limit:
-            walked = self._chosen()
-            self.dropped, self.gone, self.prices = here
-            self._walk(moves, limit)
-            if self.peak() >= peak:
-                self.dropped, self.gone, self.prices = walked
+    def _lowest(self) -> Stores:
+        """The choice with the lowest peak among those at several prices, with copies. All are noted, without too."""
+        found = [self._stores.at(0.0), self._stores.at(math.inf)]
+        for _ in range(_HALVINGS):
+            middles = [self._stores.between(*pair) for pair in pairwise(found)]
+            found = [each for pair in zip(found, [*middles, None], strict=True) for each in pair if each is not None]
+        for each in found:
+            self._choose_all(each.of_all, False)
+        return min(found, key=lambda each: self._choose_all(each.of_all, True))
 
-    def _in_least_time(self, limit: float) -> bool:
+    def _in_least_time(self, limit: float) -> None:
         """Choose by `LeastTime` at the lowest price at which the peak is at most ``limit``; between two prices, as few
-        blocks as suffice take the higher one, and as few results as suffice are offloaded. False: the highest price,
-        which is left chosen, is not enough."""
-        stores = LeastTime(self.plan, self.needs, self.again, self.sizes, self._seconds)
+        blocks as suffice take the higher one, and as few results as suffice are offloaded. If no price is enough, the
+        lowest peak."""
+        stores = self._stores
         low, high = stores.at(0.0), stores.at(_HIDDEN_PRICE / HOST_LINK)
         copies = self._choose_all(high.of_all, False) > limit
         if copies:
             low = high
             if self._choose_all(high.of_all, True) > limit:
-                high = stores.at(math.inf)
+                high = self._lowest()
                 if self._choose_all(high.of_all, True) > limit:
-                    return False
+                    return
         while middle := stores.between(low, high):
             if self._choose_all(middle.of_all, copies) <= limit:
                 high = middle
@@ -314,7 +311,6 @@ class Fit:
         self._mix(low, high, copies, limit)
         away, dropped = sorted(self.gone - self.fixed, key=self.position.__getitem__), set(self.dropped)
         self._fewest(len(away), lambda n: self._set(dropped, away[:n]) <= limit)
-        return True
 
     def _choose_all(self, dropped: set[fx.Node], copies: bool) -> int:
         """The peak where ``dropped`` are recomputed and, with ``copies``, all others are offloaded for which
@@ -367,39 +363,6 @@ class Fit:
             least, met = (least, middle) if meets(middle) else (middle + 1, met)
         meets(met)
 
-    def _walk(self, moves: list[tuple[tuple, fx.Node, str]], limit: float) -> None:
-        curve, before = self.curve(), np.inf
-        while limit < curve.max() < before:  # a move that frees nothing at one fullest moment may do so at a later one
-            before = curve.max()
-            for chunk in (moves[i : i + _STRIDE] for i in range(0, len(moves), _STRIDE)):
-                if curve.max() <= limit:
-                    break
-                fullest = int(curve.argmax())
-                choices = [(root, way, self._choice(root)) for _, root, way in chunk]
-                done = [(root, was) for root, way, was in choices if self._apply(root, way, fullest)]
-                if done:
-                    curve = self._settle(done, curve, limit)
-                    self._note(curve)
-
-    def _settle(self, done: list[tuple[fx.Node, _Choice]], before: np.ndarray, limit: float) -> np.ndarray:
-        """After a chunk of moves, each with what was chosen before it: undo those at its end that were not needed, or
-        all, if the peak did not fall."""
-        curve = self.curve()
-        if curve.max() >= before.max():
-            for move in reversed(done):
-                self._choose(*move)
-            return before
-        while len(done) > 1 and curve.max() <= limit:
-            root, was = done.pop()
-            now = self._choice(root)
-            self._choose(root, was)
-            shorter = self.curve()
-            if shorter.max() > limit:
-                self._choose(root, now)
-                return self.curve()
-            curve = shorter
-        return curve
-
     def _note(self, curve: np.ndarray) -> None:
         self.path.append((int(curve.max()), sum(self.prices.values())))
 
@@ -407,25 +370,12 @@ class Fit:
         """Keep what need not be given up, the most expensive first."""
         if self.peak() > limit:
             return
-        for root in sorted(self.prices, key=lambda root: (-self.prices[root], -self.position[root]))[: 2 * _STRIDE]:
-            was = self._choice(root)
-            self._choose(root, None)
+        for root in sorted(self.prices, key=lambda root: (-self.prices[root], -self.position[root]))[:_GIVEN_BACK]:
+            price, chosen = self.prices.pop(root), self.dropped if root in self.dropped else self.gone
+            chosen.remove(root)
             if self.peak() > limit:
-                self._choose(root, was)
-
-    def _moves(self) -> list[tuple[tuple, fx.Node, str]]:
-        """(order, saved result, how to give it up) of every way, cheapest for its bytes first; of equal ones, copies of
-        what is dearest to compute come first, and then what comes first, so that every rank chooses the same."""
-        moves = []
-        for root in self.needs:
-            size = max(self.sizes[root], 1)
-            again = self._again_seconds(root) / size if root in self.again else float("inf")
-            if root in self.again:
-                moves.append(((_digits(again), 0.0, self.position[root]), root, "recompute"))
-            if root in self.movable:
-                hidden = _HIDDEN_PRICE * host_copy_seconds(size) / size
-                moves.append(((_digits(hidden), -_digits(again), self.position[root]), root, "offload"))
-        return sorted(moves, key=lambda move: move[0])
+                self.prices[root] = price
+                chosen.add(root)
 
     def _seconds(self, root: fx.Node) -> float:
         """Seconds of the operator behind ``root``. A compiler joins operators to kernels, each of which has the seconds
@@ -449,44 +399,6 @@ class Fit:
             seconds += self._seconds(node)
             queue += self.plan.sources(node)
         return seconds
-
-    def _apply(self, root: fx.Node, way: str, fullest: int) -> bool:
-        """Give ``root`` up in this way, if that frees memory at the node ``fullest``. What is offloaded may be computed
-        again instead where its copy, or what is copied, lies in memory there."""
-        first, last = self.needs[root][0], self.last_forward[root]
-        if root in self.gone:
-            trip = self.routes.get(root)
-            if way == "offload" or trip is None or not (last < fullest <= trip.away or trip.back <= fullest < first):
-                return False
-        elif root in self.dropped or not last < fullest < first:
-            return False
-        if way == "recompute":
-            self._choose(root, (way, self._again_seconds(root)))
-            return True
-        size = self.sizes[root]
-        if self.host is not None and self.step.mesh is None:  # ranks must choose the same
-            room = self.host / self.step.in_flight - sum(self.sizes[r] for r in self.gone)
-            if size > room:
-                return False
-        for others in ((), self.gone):  # alone first: among others it is not away for longer
-            trips = self.trips.schedule([(r, self.last_forward[r], self.needs[r][0]) for r in (*others, root)])
-            if not trips[root].away < fullest < trips[root].back or not all(trip.hidden for trip in trips.values()):
-                return False
-        self._choose(root, (way, _HIDDEN_PRICE * host_copy_seconds(size)))
-        return True
-
-    def _choice(self, root: fx.Node) -> _Choice:
-        if root not in self.prices:
-            return None
-        return "recompute" if root in self.dropped else "offload", self.prices[root]
-
-    def _choose(self, root: fx.Node, choice: _Choice) -> None:
-        self.dropped.discard(root)
-        self.gone.discard(root)
-        self.prices.pop(root, None)
-        if choice is not None:
-            way, self.prices[root] = choice
-            (self.dropped if way == "recompute" else self.gone).add(root)
 
     def lines(self) -> list[str]:
         """What is given up and at what price, by module and operator, the most bytes first."""
@@ -516,7 +428,3 @@ class Fit:
         again = self.dropped | {n for n in self.again if n not in self.needs} if self.dropped else set()
         self.intervals()
         offload.rewrite(self.plan, self.routes, again)
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.3g}")

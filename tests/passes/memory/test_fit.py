@@ -98,10 +98,8 @@ def test_what_is_offloaded_may_be_computed_again_instead():
     program = copied(small()[1])
     fit = Fit(program.main, FitOptions(compiled=True))
     both = fit.movable & fit.again
-    for root in fit.movable:
-        fit._choose(root, ("offload", 0.0))
-    copied_peak = fit.peak()
-    fit._walk(fit._moves(), 0.0)
+    copied_peak = fit._set(set(), [*fit.movable])
+    fit.solve(0.0)
     assert fit.peak() < copied_peak and both & fit.dropped and not fit.gone & fit.dropped
 
 
