@@ -35,14 +35,19 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def accelerated_inside(optimizer: Any, accumulate: int) -> Any:
     """The optimizer inside the one that ``accelerate`` prepared; another one as it is. A list: each one's.
 
-    Raises `ValueError` if a ``GradScaler`` steps it, whose scale and skipped steps are not part of a captured step, and
-    if it accumulates other than over the ``accumulate`` microbatches of a step, each call of which updates.
+    Raises `ValueError` for what a captured step would leave out: if its ``step`` was replaced, a ``GradScaler`` steps
+    it, or it accumulates other than over the ``accumulate`` microbatches of a step, each call of which updates.
     """
     if isinstance(optimizer, (list, tuple)):
         return type(optimizer)(accelerated_inside(one, accumulate) for one in optimizer)
     module = sys.modules.get("accelerate.optimizer")
     if module is None or not isinstance(optimizer, module.AcceleratedOptimizer):
         return optimizer
+    if step_replaced(optimizer):
+        raise ValueError(
+            "step was replaced on the optimizer that accelerate prepared, which a captured step would not run; call "
+            "what it adds between steps"
+        )
     if optimizer.scaler is not None:
         raise ValueError(
             "the optimizer that accelerate prepared is stepped by a GradScaler (mixed_precision='fp16'), which a "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepgraph import compat
 from stepgraph.capture.batch import flatten_batch, form, rebuilt
 from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
@@ -437,12 +438,14 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         return losses[-1]
 
     def _changes_gradients(self, model: nn.Module) -> bool:
-        """Whether a callback, or a replaced ``training_step``, clipping or ``zero_grad``, may change gradients."""
+        """Whether gradients may be changed, or the update is not the optimizer's: by a callback, or by a replaced
+        ``training_step``, clipping, ``zero_grad`` or ``step`` of what accelerate prepared."""
         own = ("_clip_grad_norm", "_get_grad_norm")
         return (
             self._calls("on_pre_optimizer_step")
             or self._calls("on_optimizer_step")
             or self._has_own_step()
+            or compat.step_replaced(self.optimizer)
             or _is_replaced(model, "zero_grad", nn.Module)
             or _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator)
             or any(_is_replaced(self, name, Trainer) for name in own if hasattr(Trainer, name))
@@ -467,7 +470,8 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         if why:
             fix = "change that"
         elif alike:
-            why, fix = "a callback, clipping, training_step or zero_grad may change gradients", "leave it out"
+            why = "a callback, clipping, training_step, zero_grad or a replaced step may change gradients"
+            fix = "leave it out"
         else:
             why = "microbatches of one step differ in shape, or in values that are not rows"
             fix = "pad to one length and give dataloader_drop_last=True"

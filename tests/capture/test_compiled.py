@@ -145,6 +145,10 @@ def test_the_optimizer_that_accelerate_prepared(monkeypatch):
         with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\).*pass accumulate=2"):
             stepgraph.capture(model, mse, given[0], prepared)
         stepgraph.capture(model, mse, given[0], prepared, accumulate=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "step", lambda: None)
+        with pytest.raises(ValueError, match="step was replaced on the optimizer that accelerate prepared"):
+            stepgraph.capture(model, mse, given[0], prepared)
     monkeypatch.setattr(prepared, "scaler", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="stepped by a GradScaler"):
         stepgraph.capture(model, mse, given[0], prepared)

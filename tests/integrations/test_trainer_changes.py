@@ -132,6 +132,12 @@ def fade_gradients(trainer):
     trainer.model.zero_grad = zero_grad
 
 
+def step_twice(trainer, step=2):
+    once = trainer.optimizer.step
+    if step == 2:
+        trainer.optimizer.step = lambda: (once(), once())
+
+
 class ReadsAttributes:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(**inputs)["loss"] * (2 if hasattr(inputs, "labels") else 1)
@@ -151,6 +157,7 @@ class ReadsAttributes:
         {"prepare": halve},
         {"prepare": schedule_free},
         {"prepare": step_by_hand},
+        {"events": {"on_step_end": step_twice}},
         {"prepare": fade_gradients},
         {"prepare": fade_gradients, "gradient_accumulation_steps": 2},
         {"mixin": ReadsAttributes, "collate": encoded},
