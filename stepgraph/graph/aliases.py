@@ -42,6 +42,15 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def is_written(node: fx.Node) -> bool:
+    """Whether a node writes into the result of ``node`` or into a view of it: what made it then does not say what its
+    readers see."""
+    for user in node.users:
+        if (is_mutating(user) and node in written_arguments(user)) or (is_view(user) and is_written(user)):
+            return True
+    return False
+
+
 def memory_span(tensor: torch.Tensor) -> tuple[int, int, int]:
     """(the storage of ``tensor``, the byte at which its elements begin there, the byte after the last of them)."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -277,10 +277,10 @@ def permutation(node: fx.Node) -> list[int]:
 
 
 def is_zeros(node: fx.Node) -> bool:
-    """Whether the node makes a tensor of zeros."""
-    if node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
-        return True
-    return node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0
+    """Whether the node makes a tensor of zeros, which nothing writes to."""
+    zeros = node.target in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default)
+    zeros = zeros or (node.target in (aten.full.default, aten.new_full.default) and node.args[-1] == 0)
+    return zeros and not any(is_mutating(user) or is_view(user) for user in node.users)
 
 
 def upstream(node: fx.Node, given: Collection[fx.Node] = ()) -> set[fx.Node]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.aliases import Aliases, is_written
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import RESHAPES, behind_reshapes, is_cast, is_mutating, only_user, packet, swapped
 from stepgraph.graph.provenance import phase_of
@@ -56,7 +56,7 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
     adapters = list(_adapters(find(step, aliases).layers, aliases)) if _has_chain(step) else []
     report.matched = len(adapters)
     left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
-    groups = _groups(adapters)
+    groups = _groups(adapters, aliases)
     apart = sum(
         a.base is not None and aliases.root(a.base.args[-2]) is not aliases.root(a.down.forward.a.node)
         for a in adapters
@@ -66,8 +66,8 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
     for adapter in added:
         _add(adapter)
     scaled = [adapter for adapter in adapters if _scale_backward(adapter)]
-    sums = _sum_input_gradients(adapters)
-    gradients = sum(_join_gradients(group) for group in groups)
+    sums = _sum_input_gradients(adapters, aliases)
+    gradients = sum(_join_gradients(group, aliases) for group in groups)
     changed = {id(adapter) for adapter in (*added, *scaled)} | {id(a) for g in groups if len(g) > 1 for a in g}
     report.changed = len(changed)
     report.summary = (
@@ -96,10 +96,10 @@ def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:
             continue
         (_, width, rank), inner = up.forward.sizes, down.forward.sizes[2]
         if rank < width and rank < inner and not down.forward.why_not:
-            yield _ended(Adapter(down, up))
+            yield _ended(Adapter(down, up), aliases)
 
 
-def _ended(adapter: Adapter) -> Adapter:
+def _ended(adapter: Adapter, aliases: Aliases) -> Adapter:
     """Follow what reads the product with B, to its sum with the base layer's."""
     node = adapter.up.forward.node
     if adapter.up.forward.bias is not None:
@@ -117,6 +117,8 @@ def _ended(adapter: Adapter) -> Adapter:
                 adapter.why_not = f"what it is added to is not a product in its dtype, but {packet(base) or base.op}"
             elif base.meta["val"].shape != adapter.up.forward.node.meta["val"].shape:
                 adapter.why_not = "the base layer's product has another shape"
+            elif any(_overwritten(product, user, aliases) for product in (base, adapter.up.forward.node)):
+                adapter.why_not = "what its products read is written to before their sum"
             else:
                 adapter.base, adapter.end = base, user
             break
@@ -124,6 +126,13 @@ def _ended(adapter: Adapter) -> Adapter:
             adapter.why_not = f"{packet(user) or user.op} reads what it adds"
         node = user
     return adapter
+
+
+def _overwritten(node: fx.Node, last: fx.Node, aliases: Aliases) -> bool:
+    """Whether what ``node`` reads is written to before ``last``."""
+    at = aliases.position
+    known = [source for source in node.all_input_nodes if source in at]
+    return any(aliases.written_between(source, at[node], at[last]) for source in known)
 
 
 def _below(node: fx.Node) -> fx.Node:
@@ -147,12 +156,29 @@ def _is_plain_sum(node: fx.Node) -> bool:
     return tensors and all(n.meta["val"].shape == node.meta["val"].shape for n in node.args)
 
 
-def _groups(adapters: Sequence[Adapter]) -> list[list[Adapter]]:
-    """Adapters by the input that they share, in order of forward."""
-    groups: dict[tuple, list[Adapter]] = defaultdict(list)
+def _groups(adapters: Sequence[Adapter], aliases: Aliases) -> list[list[Adapter]]:
+    """Adapters by the input that they share, in order of forward; alone where other operators than products read t, as
+    it would lie otherwise in memory, or where a weight is written to in between."""
+    groups: dict[object, list[Adapter]] = defaultdict(list)
     for adapter in adapters:
-        groups[adapter.down.x].append(adapter)
-    return list(groups.values())
+        product = adapter.down.forward
+        first = next(iter(groups[adapter.down.x]), adapter).down.forward.node
+        joins = all(map(_multiplies, product.node.users)) and not _changed(product.b.node, first, product.node, aliases)
+        groups[adapter.down.x if joins else product.node].append(adapter)
+    return [group for group in groups.values() if group]
+
+
+def _multiplies(reader: fx.Node) -> bool:
+    """Whether ``reader`` is a product, or a transpose that only products read."""
+    return all(user.target in _PRODUCTS for user in (reader.users if swapped(reader) is not None else [reader]))
+
+
+def _changed(node: fx.Node, first: fx.Node, last: fx.Node, aliases: Aliases) -> bool:
+    """Whether ``node``, or what made it since ``first``, is written to between ``first`` and ``last``."""
+    at = aliases.position
+    if aliases.written_between(node, at[first], at[last]):
+        return True
+    return at[first] < at[node] and any(_changed(source, first, last, aliases) for source in node.all_input_nodes)
 
 
 def _join_down(group: list[Adapter]) -> int:
@@ -226,6 +252,8 @@ def _unscaled(node: fx.Node, scale: float, build: Builder) -> fx.Node | None:
         found = _unscaled(node.args[0], scale, build)
         return None if found is None else build(aten.t.default, found)
     shape, node = node.meta["val"].shape, behind_reshapes(node)
+    if is_written(node) or any(map(is_written, node.all_input_nodes)):
+        return None
     if node.target is not aten.mul.Tensor or node.args[1] != scale or node.meta["val"].dtype != _dtype(node.args[0]):
         return None
     return build.view(build.contiguous(node.args[0]), shape)
@@ -235,7 +263,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
     return node.meta["val"].dtype
 
 
-def _sum_input_gradients(adapters: Sequence[Adapter]) -> list[int]:
+def _sum_input_gradients(adapters: Sequence[Adapter], aliases: Aliases) -> list[int]:
     """One sum of products for each gradient of an input that adapters take part in: how many products each has."""
     trees: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for adapter in adapters:
@@ -246,7 +274,7 @@ def _sum_input_gradients(adapters: Sequence[Adapter]) -> list[int]:
     for root, downs in trees.items():
         leaves = sorted(_leaves(root))
         kinds = {(n.meta["val"].shape, n.meta["val"].dtype) for n in leaves}
-        if len(leaves) < 2 or len(kinds) > 1:
+        if len(leaves) < 2 or len(kinds) > 1 or any(_overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
             continue
         found.append(len(leaves))
         last, products = leaves[-1], [leaf.args for leaf in leaves if leaf not in downs]
@@ -308,7 +336,7 @@ def _drop(leaf: fx.Node) -> None:
     erase_unread(top)
 
 
-def _join_gradients(group: list[Adapter]) -> int:
+def _join_gradients(group: list[Adapter], aliases: Aliases) -> int:
     """One product for the gradients of the first weights of ``group``; how many it takes the place of."""
     products = sorted(
         adapter.down.weight_gradient.node
@@ -322,7 +350,7 @@ def _join_gradients(group: list[Adapter]) -> int:
         return 0
     last = products[-1]
     early = _readers(products[:-1], last)
-    if any(is_mutating(node) for node in early):
+    if any(is_mutating(node) for node in early) or any(_overwritten(p, last, aliases) for p in products):
         return 0
     place, build = last.next, Builder(*products, before=last.next)
     parts = [product.args[0].args[0] for product in products]

@@ -31,6 +31,7 @@ Where rows are weighted otherwise, or the gradient is used for more: combine_row
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import is_written
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, is_zeros, only_user, swapped
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -101,7 +102,7 @@ def _weighted(node: fx.Node, routing: Routing) -> tuple[fx.Node, fx.Node] | tupl
     if node.target is aten.mul.Tensor:
         for rows, factor in (node.args, node.args[::-1]):
             weights = _sorted_weights(factor, routing)
-            if weights is not None:
+            if weights is not None and rows.meta["val"].shape == node.meta["val"].shape:
                 return rows, weights
     return None, None
 
@@ -113,7 +114,8 @@ def _sorted_weights(node: object, routing: Routing) -> fx.Node | None:
     index = node.args[0]
     if index.target is not aten.index.Tensor or list(index.args[1]) != [routing.permutation]:
         return None
-    return index.args[0] if index.args[0].meta["val"].ndim == 1 else None
+    weights, written = index.args[0], any(map(is_written, (node, index, behind_reshapes(index.args[0]))))
+    return weights if weights.meta["val"].ndim == 1 and not written else None
 
 
 def _in_dtype(total: fx.Node, rows: fx.Node) -> fx.Node | None:
@@ -259,7 +261,7 @@ def _rewrite(routing: Routing, counts: dict[str, int], report: PassReport) -> No
     """Rows to experts and back, forward and backward."""
     left = [routing.permutation]
     for tokens in [n for n in routing.permutation.users if n.target is aten.floor_divide.default]:
-        if tokens.args[1] == routing.slots:
+        if tokens.args[1] == routing.slots and not is_written(tokens):
             counts["gathers"] += sum(_gathered(routing, tokens, node) for node in list(tokens.users))
         left.append(tokens)
     for inverse in [n for n in routing.permutation.users if _is_inverse(n, routing)]:
@@ -299,6 +301,7 @@ def _is_inverse(node: fx.Node, routing: Routing) -> bool:
         empty.target in (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
         and only_user(empty) is node
         and list(indices) == [routing.permutation]
+        and not is_written(node)
         and numbers.target is aten.arange.default
         and numbers.args == (routing.permutation.meta["val"].shape[0],)
     )

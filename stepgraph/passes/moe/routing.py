@@ -1,11 +1,13 @@
 """Finds where a graph sorts the slots of tokens by their experts, as transformers' experts do."""
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import is_written
 from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, getitem_users
 
 aten = torch.ops.aten
@@ -51,6 +53,12 @@ def routing_of(sort: fx.Node) -> Routing | str:
     experts = argument(counted.args[0], "bins")
     if _options_of_topk(chosen) != experts:
         return f"the experts are not chosen by topk over the {experts} that are counted"
+    behind = [flat]
+    while behind[-1].target is not operator.getitem:
+        behind.append(behind[-1].args[0])
+    histogram = counted.args[0]
+    if written := [n for n in (*behind, *outputs.values(), histogram.args[0], histogram) if is_written(n)]:
+        return f"{written[0].name} is written to"
     return Routing(sort, chosen, experts, outputs[0], permutation, counted)
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import is_written
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import behind_reshapes, getitem_users, swapped
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -59,6 +60,8 @@ def _match(backward: fx.Node, position: dict[fx.Node, int]) -> _Found | str:
     inner, matrix, offsets = product.args
     if inner.meta["val"].shape[1] > product.meta["val"].shape[1]:
         return "the rows before the last product are wider than the rows after it"
+    if is_written(inner):  # where its matrix is frozen, backward did not read it
+        return "the rows before the last product are written to"
     source = behind_reshapes(weights)
     if position.get(source, len(position)) > position[product] or position[places] > position[product]:
         return "the weights are computed after the last product"

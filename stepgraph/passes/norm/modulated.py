@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.aliases import Aliases
+from stepgraph.graph.aliases import Aliases, is_written
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.facts import getitem_users, only_user
 from stepgraph.kernels.norm.modulated import WIDEST
@@ -91,7 +91,7 @@ def _modulated(root: fx.Node) -> _Modulated | str | None:
     if dx is None or len(root.users) != 1:
         return "nothing reads the gradient of its input"
     scale, offset = by, 0.0
-    if by.target is aten.add.Tensor and isinstance(by.args[1], (int, float)) and not by.kwargs:
+    if by.target is aten.add.Tensor and isinstance(by.args[1], (int, float)) and not (by.kwargs or is_written(by)):
         scale, offset = by.args[0], float(by.args[1])
     normalized = {
         part
@@ -99,6 +99,7 @@ def _modulated(root: fx.Node) -> _Modulated | str | None:
         if forward.target is aten.native_layer_norm.default
         and mean.args[0] is rstd.args[0] is forward
         and (part := getitem_users(forward).get(0)) is not None
+        and not is_written(part)
     }
     dshift = _sum_over_tokens(dy)
     dscale = next((s for n in normalized for s in _sums_of_products(dy, n)), None)

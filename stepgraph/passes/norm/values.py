@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from stepgraph.graph.aliases import is_written
 from stepgraph.graph.facts import packet, stays_float
 from stepgraph.passes.norm import algebra
 from stepgraph.passes.norm.algebra import NotAlgebra, Polynomial
@@ -111,7 +112,8 @@ class Values:
                 result = _RULES[packet(node)](self, node, reach - 1)
             except NotAlgebra:
                 result = None
-        if result is None or not self._aligned(node):
+        # What writes into all of a node, which nothing else reads, has a rule of its own.
+        if result is None or not self._aligned(node) or (len(node.users) > 1 and is_written(node)):
             self._foreign[node] = reach
             return None
         self.known[node] = result

@@ -182,6 +182,35 @@ def test_an_adapter_of_another_form_is_reported():
         torch.testing.assert_close(gradient, eager[name], rtol=1e-4, atol=1e-6)
 
 
+def overwritten(layer, x):
+    x = x.clone()
+    y = layer.base(x)
+    x[:, 0] = 0.5
+    return y + layer.b(layer.a(x)) * layer.scale
+
+
+def read_twice(layer, x):
+    low = layer.a(x)
+    return layer.base(x) + layer.b(low) * layer.scale + low.square().mean()
+
+
+def written_low(layer, x):
+    low = layer.a(x)
+    low[:, 0] = 0.5
+    return layer.base(x) + layer.b(low) * layer.scale
+
+
+@pytest.mark.parametrize("forward", [overwritten, read_twice, written_low])
+def test_writes_and_readers_between_the_products(forward, monkeypatch):
+    monkeypatch.setattr(Adapted, "forward", forward)
+    plain = model()
+    _, eager_loss, eager = run(plain, "exact")
+    _, value, found = run(plain, ONLY)
+    torch.testing.assert_close(value, eager_loss)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, eager[name], rtol=1e-4, atol=1e-6)
+
+
 def test_without_adapters_it_finds_nothing():
     plain = nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 11))
     step, _, _ = run(plain, ONLY)

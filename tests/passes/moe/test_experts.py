@@ -113,21 +113,35 @@ class Layer(nn.Module):
             chosen = (chosen * 2) % self.experts
         if change == "topk of others":
             chosen = F.pad(self.router(x), (0, 1), value=-9.0).topk(K)[1]
-        ids, permutation = chosen.reshape(-1).sort(descending=change == "descending")
+        if change == "written choice":
+            chosen = chosen.clone()
+            chosen[:, 0].fill_(1)
+        ids, permutation = chosen.reshape(-1).sort(
+            descending=change == "descending", stable=change.startswith("written")
+        )
         bins = self.experts
         counts = torch.histc(ids.float(), bins=bins, min=0, max=bins if change == "wider histogram" else bins - 1)
         offsets = counts.cumsum(0, dtype=torch.int32)
         tokens = permutation % N if change == "other tokens" else permutation // K
+        if change == "written tokens":
+            tokens[0] = 0
         rows = x[tokens]
         rows = torch._grouped_mm(torch._grouped_mm(rows, self.up, offs=offsets).tanh(), self.down, offs=offsets)
         if change == "two readers":
             rows = rows + rows.detach().mean(0)
         w = weights.reshape(-1)[permutation].unsqueeze(-1)
+        if change == "written weights":
+            w[0] *= 0.5
+        made, rows = rows, self.inlet.bias if change == "weighted bias" else rows
         weighted = rows * w * w if change == "weighted twice" else rows if change == "unweighted" else w * rows
         inverse = torch.empty_like(permutation)
         inverse[permutation] = torch.arange(N * K)
+        if change == "written places":
+            inverse[0] = inverse[1].clone()
         slots = weighted[inverse].view(N, K, -1)
         y = slots.amax(1) if change == "maximum" else slots.sum(1)
+        if change == "weighted bias":
+            y = y + made.square().sum(0)
         return y + weighted.sum(0) if change == "read sorted" else y
 
 
@@ -150,6 +164,11 @@ CHANGES = {
     "two readers": (1, 2, 2, None),
     "weighted twice": (1, 2, 2, None),
     "unweighted": (1, 2, 2, None),
+    "weighted bias": (1, 2, 2, None),
+    "written choice": (0, 0, 0, "is written to"),
+    "written tokens": (1, 0, 2, None),
+    "written weights": (1, 2, 2, None),
+    "written places": (1, 2, 0, None),
     "maximum": (1, 2, 0, "2 of its readers are left unchanged"),
     "read sorted": (1, 2, 2, None),
 }

@@ -269,6 +269,29 @@ def test_a_write_through_a_view_between_sum_and_norm(write):
     check(Between(write), square, rows())
 
 
+class Inside(nn.Module):
+    """A norm by hand, with a write through a view into one of its steps."""
+
+    def __init__(self, written):
+        super().__init__()
+        self.a, self.weight, self.written = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH)), written
+
+    def forward(self, x):
+        x = self.a(x)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        if self.written == "variance":
+            variance.detach()[:1].fill_(2.0)
+        y = x * torch.rsqrt(variance + 1e-6)
+        if self.written == "rows":
+            y.detach()[:1].fill_(2.0)
+        return F.rms_norm(x, (WIDTH,)) + y * self.weight
+
+
+@pytest.mark.parametrize("written", ["variance", "rows"])
+def test_a_write_through_a_view_inside_a_norm(written):
+    check(Inside(written), square, rows())
+
+
 @pytest.mark.parametrize("budget", [0.9, 0.8, 0.7, 0.6])
 def test_norms_that_are_computed_again_in_part(tools, budget):
     passes = configured(memory=f"budget={budget}", inductor="off", norm="kernel")

@@ -38,7 +38,12 @@ class Block(nn.Module):
             n = norm(x)
             if self.form == "read":
                 x = x + 0.1 * n
-            y = n * scale + shift if self.form == "no offset" else n * (1 + scale) + shift
+            if self.form == "norm written":
+                n.detach()[..., 0] = 0.5
+            by = scale if self.form == "no offset" else 1 + scale
+            if self.form == "scale written":
+                by[..., 0].fill_(0.5)
+            y = n * by + shift
             if self.form == "by token":
                 x = x + gate * (F.linear(y, product.weight) + self.by_token)
             elif self.form == "no gate":
@@ -102,6 +107,14 @@ def test_norms_are_found_with_their_gates(form, gated):
         n for n in sums if n.meta["val"].numel() == 24
     ]  # of products: of the gated ones but the last, by the kernel
     assert len(biases) == 1 + 6 - gated
+    torch.testing.assert_close(found, losses)
+    torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["norm written", "scale written"])
+def test_writes_through_views_are_seen(form):
+    losses, weights, _ = run("exact", form)
+    found, others, _ = run(own(), form)
     torch.testing.assert_close(found, losses)
     torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-5)
 
