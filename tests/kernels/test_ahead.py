@@ -82,6 +82,7 @@ def examples(t):
     yield "counted_dx", (slopes, weight, end, 128)
     yield "counted_dw_", (weight, slopes, x, end, 0, True)
     yield "counted_db", (slopes, end, 0)
+    yield "cross_entropy_", (t(512, 5000), t(512, dtype=I64), t(dtype=FP32), True, -100, False, 30.0)
     rows, labels = t(512, dtype=FP32), t(512, dtype=I64)
     yield "token_stats", (t(512, 5000), labels, 0.7, -100)
     yield "token_gradient_", (t(512, 5000), labels, *[rows] * 6, 0.7, -100)

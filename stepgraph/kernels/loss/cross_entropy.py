@@ -2,6 +2,8 @@
 
     loss_i = logsumexp(x_i) - x_i[t_i]        dx_ij = (softmax(x_i)_j - [j == t_i]) * grad
 
+with a soft cap, x = cap tanh(logits / cap), times its slope 1 - (x / cap)^2.
+
 In a whole-step graph the incoming gradient is known before the loss is computed. So one kernel reads each row of logits
 and overwrites it with its gradient: two passes over the largest tensor of the step, where separate forward and backward
 kernels make three, and no second tensor of its size.
@@ -13,10 +15,13 @@ from torch import Tensor
 from stepgraph.kernels.operator import operator
 
 
-def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int) -> tuple[Tensor, Tensor]:
+def reference(
+    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, cap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(loss, gradient of the logits), in plain torch; arguments as in `cross_entropy_`."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logs = wide.log_softmax(1)
+    tanh = (wide / cap).tanh() if cap else None
+    logs = (wide if tanh is None else cap * tanh).log_softmax(1)
     counts = targets != ignore
     inside = (targets >= 0) & (targets < logits.shape[1])
     index = torch.where(counts & inside, targets, 0).unsqueeze(1)
@@ -24,6 +29,8 @@ def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore:
     scale = grad.to(logs.dtype) / (counts.sum() if mean else 1)
     loss = losses.sum() / counts.sum() if mean else losses.sum()
     slopes = logs.exp().scatter_add(1, index, -torch.ones_like(index, dtype=logs.dtype))
+    if tanh is not None:
+        slopes = slopes * (1 - tanh * tanh)
     return loss, torch.where(counts.unsqueeze(1), slopes * scale, 0.0).to(logits.dtype)
 
 
@@ -32,7 +39,7 @@ def reference(logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore:
     launch="loss.cross_entropy_triton:launch", writes={"logits"},
 )  # fmt: skip
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False
+    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False, cap: float = 0.0
 ) -> Tensor:
     """The cross entropy of ``logits``, which are overwritten with their gradient.
 
@@ -42,12 +49,13 @@ def cross_entropy_(
         grad: fp32 scalar, the gradient of the loss that is returned.
         mean: the loss is the mean over rows that count, else their sum.
         ordered: rows that count come first, and blocks of 128 rows after them stay as they are, whatever they hold.
+        cap: the loss is that of ``cap tanh(logits / cap)``; 0 for none.
 
     Returns:
         The loss, an fp32 scalar.
 
     Deterministic: sums are taken in a fixed order.
     """
-    loss, slopes = reference(logits, targets, grad, mean, ignore)
+    loss, slopes = reference(logits, targets, grad, mean, ignore, cap)
     logits.copy_(slopes)
     return loss.float()

@@ -10,8 +10,22 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _capped(x, cap, CAP: tl.constexpr):
+    """(``cap tanh(x / cap)`` in fp32, its slope); without ``CAP``, ``x`` and 1."""
+    v = x.to(tl.float32)
+    if CAP:
+        tanh = 2 * tl.sigmoid(v * (2 / cap)) - 1
+        v = cap * tanh
+        slope = 1 - tanh * tanh
+    else:
+        slope = 1.0
+    return v, slope
+
+
+@triton.jit
 def _kernel(
-    logits, targets, scale, losses, stride, V, ignore, BLOCK: tl.constexpr, ONE: tl.constexpr, ORDERED: tl.constexpr
+    logits, targets, scale, losses, stride, V, ignore, cap, BLOCK: tl.constexpr, ONE: tl.constexpr,
+    ORDERED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Row ``program_id(0)``: its loss, and ``(softmax - onehot) * scale`` over the logits, which are not read where the
     row does not count. ``ONE``: V <= BLOCK."""
@@ -30,7 +44,8 @@ def _kernel(
     else:
         # Base 2: the hardware's exponential. A running maximum per row, one exponential per element.
         if ONE:
-            v = tl.load(x + columns, mask=columns < V, other=-float("inf")).to(tl.float32) * _LOG2E
+            v, bend = _capped(tl.load(x + columns, mask=columns < V, other=0.0), cap, CAP)
+            v = tl.where(columns < V, v * _LOG2E, -float("inf"))
             top = tl.max(v, 0)
             total = tl.sum(tl.exp2(v - top), 0)
         else:
@@ -38,8 +53,8 @@ def _kernel(
             total = 0.0
             for start in range(0, V, BLOCK):
                 at = start + columns
-                v = tl.load(x + at, mask=at < V, other=-float("inf"), eviction_policy="evict_last")
-                v = v.to(tl.float32) * _LOG2E
+                v, _ = _capped(tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_last"), cap, CAP)
+                v = tl.where(at < V, v * _LOG2E, -float("inf"))
                 higher = tl.maximum(top, tl.max(v, 0))
                 # A row that starts with -inf has no maximum yet.
                 shift = tl.where(higher == -float("inf"), 0.0, higher)
@@ -47,18 +62,18 @@ def _kernel(
                 top = higher
         log_total = top + tl.log2(total)
         inside = (target >= 0) & (target < V)
-        at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
+        at_target, _ = _capped(tl.load(x + target, mask=inside, other=float("nan")), cap, CAP)
         tl.store(losses + row, log_total * _LN2 - at_target)
         factor = tl.load(scale)
         tl.debug_barrier()  # the target's logit is read before it is overwritten
         if ONE:
-            slope = (tl.exp2(v - log_total) - tl.where(columns == target, 1.0, 0.0)) * factor
+            slope = (tl.exp2(v - log_total) - tl.where(columns == target, 1.0, 0.0)) * bend * factor
             tl.store(x + columns, slope.to(logits.dtype.element_ty), mask=columns < V)
         else:
             for start in range(0, V, BLOCK):
                 at = start + columns
-                v = tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_first").to(tl.float32) * _LOG2E
-                slope = (tl.exp2(v - log_total) - tl.where(at == target, 1.0, 0.0)) * factor
+                v, bend = _capped(tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_first"), cap, CAP)
+                slope = (tl.exp2(v * _LOG2E - log_total) - tl.where(at == target, 1.0, 0.0)) * bend * factor
                 tl.store(x + at, slope.to(logits.dtype.element_ty), mask=at < V)
 
 
@@ -75,7 +90,7 @@ def in_rows(logits: Tensor) -> Tensor:
 
 
 def launch(
-    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False,
+    logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False, cap: float = 0.0,
     config: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """As `cross_entropy.cross_entropy_`. ``config``: (BLOCK, warps), chosen by `configuration` if None."""
@@ -87,8 +102,8 @@ def launch(
     block, warps = config or configuration(V)
     if rows:
         _kernel[(rows,)](
-            logits, targets.contiguous(), scale, losses, logits.stride(0), V, ignore,
-            BLOCK=block, ONE=block >= V, ORDERED=ordered, num_warps=warps,
+            logits, targets.contiguous(), scale, losses, logits.stride(0), V, ignore, cap,
+            BLOCK=block, ONE=block >= V, ORDERED=ordered, CAP=cap != 0, num_warps=warps,
         )  # fmt: skip
     if logits is not given:
         given.copy_(logits)

@@ -110,7 +110,7 @@ class _Writer:
 
     def __init__(self, head: Head):
         self.head, self.x, self.padding = head, head.x, head.padding
-        self.flags: tuple[bool, ...] = ()  # more arguments of the loss
+        self.ordered = False  # whether rows that count come first
         self.parts: list[fx.Node] = []
         self.sums: dict[fx.Node, list[fx.Node]] = {node: [] for node in (*head.dx, *head.db)}
         self.totals: dict[fx.Node, fx.Node] = {}
@@ -118,7 +118,7 @@ class _Writer:
     def write(self, bounds: list[tuple[int, int]]) -> None:
         """The parts of the rows in ``bounds``, and their joined results in place of the originals."""
         loss = self.head.loss
-        _, self.targets, grad, mean, self.ignore = loss.args
+        _, self.targets, grad, mean, self.ignore, _, self.cap = loss.args
         build = self._builder(loss)
         count = None
         if mean:
@@ -196,7 +196,8 @@ class _Writer:
         if self.padding:
             logits = build(aten.slice.Tensor, logits, 1, 0, head.shape[1])
         targets = build(aten.slice.Tensor, self.targets, 0, first, last)
-        self.parts.append(build(head.loss.target, logits, targets, self.grad, False, self.ignore, *self.flags))
+        more = self.ignore, self.ordered, self.cap
+        self.parts.append(build(head.loss.target, logits, targets, self.grad, False, *more))
 
     def _join(self) -> None:
         """Replace the originals with the parts' results."""
@@ -231,7 +232,7 @@ class _CountedWriter(_Writer):
 
     def __init__(self, head: Head):
         super().__init__(head)
-        self.padding, self.flags = counted.padded(head.shape[1]) - head.shape[1], (True,)
+        self.padding, self.ordered = counted.padded(head.shape[1]) - head.shape[1], True
 
     def _operands(self) -> None:
         head = self.head

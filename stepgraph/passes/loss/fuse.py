@@ -167,14 +167,16 @@ def _in_parts(softmax: fx.Node, found: tokens.TokenHead | str, options: LossOpti
 
 @dataclass
 class _Loss:
-    """The nodes of one loss. ``logits``: before the cast to fp32. ``gradient``: that of the logits, after the cast
-    back. ``private``: nothing else reads the logits, and their rows are contiguous."""
+    """The nodes of one loss. ``logits``: before the cast to fp32 and the soft cap ``cap``, 0 for none. ``gradient``:
+    that of the logits, after the cast back. ``private``: nothing else reads the logits, and their rows are
+    contiguous."""
 
     logits: fx.Node
     softmax: fx.Node
     forward: fx.Node
     backward: fx.Node
     gradient: fx.Node
+    cap: float
     private: bool
 
     def rewrite(self, aliases: Aliases) -> fx.Node:
@@ -186,7 +188,8 @@ class _Loss:
             logits = build.copy(logits)
         logits = build.view(logits, self.softmax.meta["val"].shape)
         grad = build.cast(self._early(self.backward.args[0], build, aliases.position), torch.float32)
-        loss = build(torch.ops.stepgraph.cross_entropy_.default, logits, targets, grad, reduction == MEAN, ignore)
+        given = logits, targets, grad, reduction == MEAN, ignore, False, self.cap
+        loss = build(torch.ops.stepgraph.cross_entropy_.default, *given)
         before.replace_all_uses_with(build.cast(loss, before.meta["val"].dtype))
         self.gradient.replace_all_uses_with(build.view(logits, self.gradient.meta["val"].shape))
         erase_unread(*getitem_users(self.forward).values(), self.gradient)
@@ -225,7 +228,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
         return "its backward belongs to another loss"
     if total is not None and set(total.users) != {backward}:
         return "the number of rows is read elsewhere"
-    logits, gradient, reader = _ends(softmax, last)
+    logits, gradient, reader, cap = _ends(softmax, last)
     rows, targets = softmax.meta["val"], forward.args[1].meta["val"]
     if softmax.args[1] not in (1, -1) or rows.ndim != 2 or rows.dtype not in DTYPES:
         return f"logits of {rows.ndim} dimensions in {rows.dtype}"
@@ -239,7 +242,7 @@ def _match(softmax: fx.Node, aliases: Aliases) -> _Loss | str:
     members = [n for n in aliases.position if aliases.root(n) is root]
     used = {user for member in members for user in member.users if not is_view(user)}
     private = root.op == "call_function" and logits.meta["val"].is_contiguous() and used == {reader}
-    return _Loss(logits, softmax, forward, backward, gradient, private)
+    return _Loss(logits, softmax, forward, backward, gradient, cap, private)
 
 
 #: What a loss begins with.
@@ -247,12 +250,22 @@ _OF_LOGITS = (aten._log_softmax.default, aten.logsumexp.default)
 _FIRST = (*_OF_LOGITS, torch.ops.stepgraph.token_gradient_.default)
 
 
-def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """(logits, their gradient, the first reader of the logits): outside a cast to fp32 and back, if there is one.
+def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float]:
+    """(logits, their gradient, the first reader of the logits, the soft cap between): outside of the soft cap and of
+    casts to fp32 and back around it, if there are any.
 
-    Between the casts a tensor may be reshaped, as Hugging Face's losses do.
+    Between them a tensor may be reshaped, as Hugging Face's losses do.
     """
-    cast, back = softmax.args[0], last
+    logits, gradient, reader = _before_cast(softmax.args[0], last, softmax)
+    if (capped := _before_cap(logits, gradient, reader)) is None:
+        return logits, gradient, reader, 0.0
+    *inner, cap = capped
+    return *_before_cast(*inner), cap
+
+
+def _before_cast(logits: fx.Node, gradient: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """What is outside of a cast to fp32 and back; the arguments if there is none."""
+    cast, back = logits, gradient
     while cast.target in RESHAPES and len(cast.users) == 1:
         cast = cast.args[0]
     while not is_cast(back) and (user := only_user(back)) and (is_cast(user) or user.target in RESHAPES):
@@ -261,7 +274,28 @@ def _ends(softmax: fx.Node, last: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         before, after = cast.args[0].meta["val"], back.meta["val"]
         if before.dtype in DTYPES and before.dtype == after.dtype:
             return cast.args[0], back, cast
-    return softmax.args[0], last, softmax
+    return logits, gradient, reader
+
+
+def _before_cap(logits: fx.Node, gradient: fx.Node, reader: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, float] | None:
+    """What is outside of ``cap tanh(x / cap)`` and of its gradient, and ``cap``; None without it."""
+    while logits.target in RESHAPES and only_user(logits) is reader:
+        logits, reader = logits.args[0], logits
+    while (up := only_user(gradient)) and up.target in RESHAPES:
+        gradient = up
+    cap, tanh = tokens.factor_of(logits), logits.args[0] if logits.args else None
+    if not cap or cap < 0 or only_user(logits) is not reader or tanh.target is not aten.tanh.default:
+        return None
+    down, up = tanh.args[0], only_user(gradient)
+    slope = up and only_user(up)
+    end = slope and only_user(slope)
+    if end is None or slope.target is not aten.tanh_backward.default or slope.args[0] is not up:
+        return None
+    alone = only_user(down) is tanh and set(readers(tanh)) == {logits, slope}
+    factors = tokens.factor_of(up), tokens.factor_of(end), tokens.factor_of(down)
+    if not alone or None in factors or factors[:2] != (cap, factors[2]) or abs(factors[2] * cap - 1) > 1e-6:
+        return None
+    return down.args[0], end, down, cap
 
 
 def _known_before(node: fx.Node, loss: fx.Node, aliases: Aliases) -> bool:

@@ -16,8 +16,8 @@ from tests.kernels.triton_tools import interpret_masks
 interpret_masks()
 
 results = []
-for logits, targets, grad, mean, ignore, config in torch.load(sys.argv[1]):
+for logits, targets, grad, mean, ignore, cap, config in torch.load(sys.argv[1]):
     runs = [logits.clone() for _ in range(2)]
-    losses = [launch(run, targets, grad, mean, ignore, config=config) for run in runs]
+    losses = [launch(run, targets, grad, mean, ignore, False, cap, config) for run in runs]
     results.append((losses, runs))
 torch.save(results, sys.argv[2])

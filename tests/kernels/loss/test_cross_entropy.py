@@ -18,17 +18,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 INF = float("inf")
 
 
-def truth(logits, targets, grad, mean, ignore):
+def truth(logits, targets, grad, mean, ignore, cap=0.0):
     """(loss, gradient) in float64 from torch's own cross entropy."""
     wide = logits.double().requires_grad_()
-    loss = F.cross_entropy(wide, targets, ignore_index=ignore, reduction="mean" if mean else "sum")
+    seen = cap * torch.tanh(wide / cap) if cap else wide
+    loss = F.cross_entropy(seen, targets, ignore_index=ignore, reduction="mean" if mean else "sum")
     (loss * grad.double()).backward()
     return loss.detach(), wide.grad
 
 
-def check(loss, slopes, logits, targets, grad, mean, ignore=IGNORE):
+def check(loss, slopes, logits, targets, grad, mean, ignore=IGNORE, cap=0.0):
     """Against `truth`: the loss in fp32; the gradient to one rounding of its dtype, and fp32's error before it."""
-    expected, gradient = truth(logits, targets, grad, mean, ignore)
+    expected, gradient = truth(logits, targets, grad, mean, ignore, cap)
     assert loss.dtype == torch.float32 and slopes.dtype == logits.dtype
     # Sums of V fp32 exponentials: relative 1e-6; the logits' size, here up to 100, times 2^-24 is lost in a difference.
     torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=2e-5, equal_nan=True)
@@ -50,14 +51,15 @@ def inputs(rows, V, dtype=torch.float32, *, scale=4.0, ignored=0.2, ignore=IGNOR
 @given(
     rows=st.integers(1, 9), V=st.integers(1, 40), dtype=st.sampled_from(DTYPES), mean=st.booleans(),
     ignore=st.sampled_from([IGNORE, 0]), grad=st.sampled_from([1.0, -0.25, 0.0, 3.0]), seed=st.integers(0, 99),
+    cap=st.sampled_from([0.0, 2.0, 30.0]),
 )  # fmt: skip
-def test_reference_and_operator(rows, V, dtype, mean, ignore, grad, seed):
+def test_reference_and_operator(rows, V, dtype, mean, ignore, grad, seed, cap):
     logits, targets = inputs(rows, V, dtype, ignore=ignore, seed=seed)
     given_logits, grad = logits.clone(), torch.tensor(grad)
-    loss, slopes = reference(logits, targets, grad, mean, ignore)
+    loss, slopes = reference(logits, targets, grad, mean, ignore, cap)
     assert torch.equal(logits, given_logits)
-    check(loss, slopes, logits, targets, grad, mean, ignore)
-    assert torch.equal(cross_entropy_(given_logits, targets, grad, mean, ignore), loss) or loss.isnan()
+    check(loss, slopes, logits, targets, grad, mean, ignore, cap)
+    assert torch.equal(cross_entropy_(given_logits, targets, grad, mean, ignore, False, cap), loss) or loss.isnan()
     assert torch.equal(given_logits, slopes)
 
 
@@ -122,18 +124,20 @@ def test_kernel_interpreted(tmp_path):
     for i, (rows, V) in enumerate([(5, 1), (4, 16), (3, 17), (4, 50), (2, 129)]):
         logits, targets = inputs(rows, V, DTYPES[i % 3], seed=i)
         for config in (one, looped, None):
-            cases.append((logits, targets, torch.tensor([1.0, -0.5][i % 2]), i % 2 == 0, IGNORE, config))
+            for cap in (0.0, 5.0):
+                cases.append((logits, targets, torch.tensor([1.0, -0.5][i % 2]), i % 2 == 0, IGNORE, cap, config))
     wide, targets = inputs(4, 40)
     logits, masked_targets = masked()
     strided = torch.stack([targets, targets], 1)[:, 1]
     for config in (one, looped, (4, 1)):
-        cases.append((logits, masked_targets, torch.tensor(1.0), True, IGNORE, config))
-        cases.append((wide * 20, targets.clamp(min=0), torch.tensor(2.0), True, 0, config))
-        cases.append((wide, torch.full_like(targets, IGNORE), torch.tensor(1.0), True, IGNORE, config))
-        cases.append((wide, strided, torch.tensor(1.0, dtype=torch.float32), False, IGNORE, config))
+        cases.append((logits, masked_targets, torch.tensor(1.0), True, IGNORE, 3.0, config))
+        cases.append((wide * 100, targets, torch.tensor(1.0), True, IGNORE, 30.0, config))
+        cases.append((logits, masked_targets, torch.tensor(1.0), True, IGNORE, 0.0, config))
+        cases.append((wide * 20, targets.clamp(min=0), torch.tensor(2.0), True, 0, 0.0, config))
+        cases.append((wide, torch.full_like(targets, IGNORE), torch.tensor(1.0), True, IGNORE, 0.0, config))
+        cases.append((wide, strided, torch.tensor(1.0, dtype=torch.float32), False, IGNORE, 0.0, config))
     for case, ((loss, again), (slopes, repeated)) in zip(cases, interpreted(CHILD, tmp_path, cases), strict=True):
-        logits, targets, grad, mean, ignore, _ = case
-        check(loss, slopes, logits, targets, grad, mean, ignore)
+        check(loss, slopes, *case[:-1])
         assert torch.equal(loss, again) or (loss.isnan() and again.isnan())
         assert torch.equal(slopes, repeated)
 
@@ -149,11 +153,11 @@ def test_kernel_interpreted_at_the_edges(tmp_path):
     cases = []
     for config in ((64, 1), (16, 1)):
         for apart in (wide[:, :33], wide[:, :33].t().contiguous().t()):  # rows that lie apart, and columns that do
-            cases.append((apart, targets.clamp(max=32), torch.tensor(1.0), True, IGNORE, config))
+            cases.append((apart, targets.clamp(max=32), torch.tensor(1.0), True, IGNORE, 0.0, config))
         for logits, classes in ((wide, out), (whole_row, targets), (hole, targets)):
-            cases.append((logits, classes, torch.tensor(1.0), True, IGNORE, config))
+            cases.append((logits, classes, torch.tensor(1.0), True, IGNORE, 0.0, config))
     results = interpreted(CHILD, tmp_path, cases)
-    for (logits, classes, grad, mean, ignore, _), (losses, slopes) in zip(cases, results, strict=True):
+    for (logits, classes, grad, mean, ignore, _, _), (losses, slopes) in zip(cases, results, strict=True):
         if logits.shape[1] == 33:
             check(losses[0], slopes[0], logits, classes, grad, mean, ignore)
         else:
@@ -163,13 +167,15 @@ def test_kernel_interpreted_at_the_edges(tmp_path):
 def test_no_configuration_spills():
     kernels = pytest.importorskip("stepgraph.kernels.loss.cross_entropy_triton")
     configuration = kernels.configuration
-    kinds = {"targets": "*i64", "scale": "*fp32", "losses": "*fp32", "stride": "i32", "V": "i32", "ignore": "i32"}
+    kinds = {"targets": "*i64", "scale": "*fp32", "losses": "*fp32", "cap": "fp32"}
+    kinds |= dict.fromkeys(("stride", "V", "ignore"), "i32")
     chosen = {(*configuration(V), configuration(V)[0] >= V) for V in range(1, 262145, 61)} | {
         (*configuration(8192), True)
     }
     assert {block for block, _, _ in chosen} == {2**k for k in range(7, 14)}
     for block, warps, one in sorted(chosen):
         assert warps in (1, 2, 4, 8)
-        for element in ("fp32", "bf16") if block >= 1024 else ("fp32",):
+        for element, cap in (("fp32", False), ("bf16", False), ("bf16", True)) if block >= 1024 else (("fp32", True),):
             logits = {"logits": f"*{element}"}
-            assert_no_spills(kernels._kernel, kinds | logits, {"BLOCK": block, "ONE": one, "ORDERED": False}, warps)
+            kind = {"BLOCK": block, "ONE": one, "ORDERED": False, "CAP": cap}
+            assert_no_spills(kernels._kernel, kinds | logits, kind, warps)

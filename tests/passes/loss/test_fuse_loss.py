@@ -320,6 +320,44 @@ def test_a_cast_that_others_read_too():
     check(Head(torch.bfloat16), with_probabilities_by_autocast, batch_of_classes(torch.bfloat16), 0, tolerance=2e-2)
 
 
+def capped(form):
+    def loss_fn(model, batch):
+        logits = model(batch["x"])
+        if form == "cast before":
+            logits = logits.float()
+        inner = logits * 0.5 if form == "a factor" else logits / 2
+        logits = torch.tanh(inner) * (3 if form == "another factor" else 2)
+        if form == "reshaped":
+            logits = logits.view(2, -1, VOCAB)
+        loss = F.cross_entropy(logits.float().view(-1, VOCAB), batch["y"])
+        return loss + 0.1 * logits.square().mean() if form == "read elsewhere" else loss
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("form", ["plain", "a factor", "reshaped", "cast before"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_soft_cap_is_computed_in_the_kernel(form, dtype):
+    torch.manual_seed(0)
+    model, batch = Head(dtype), batch_of_classes(dtype)
+    check(model, capped(form), batch, changed=1, tolerance=1e-6 if dtype == torch.float32 else 2e-2)
+    step = stepgraph.capture(model, capped(form), batch, passes=[FUSE])
+    (loss,) = (node for node in step.graph.graph.nodes if node.target is OPERATOR)
+    assert loss.args[5:] == (False, 2.0) and loss.args[0].meta["val"].dtype == dtype
+    assert not any(
+        node.target is aten.tanh.default and node.meta["val"].shape[-1] == VOCAB for node in step.graph.graph.nodes
+    )
+
+
+@pytest.mark.parametrize("form", ["another factor", "read elsewhere"])
+def test_what_is_no_soft_cap_or_read_elsewhere_stays(form):
+    torch.manual_seed(0)
+    model, batch = Head(), batch_of_classes()
+    check(model, capped(form), batch, changed=1)
+    step = stepgraph.capture(model, capped(form), batch, passes=[FUSE])
+    assert [node.args[5:] for node in step.graph.graph.nodes if node.target is OPERATOR] in ([(False, 0.0)], [])
+
+
 def test_no_loss(tools):
     step = tools.trace(tools.Tower(p=0.0), tools.mse, tools.vectors(6, 12)[0])
     (report,) = run_passes(step, [FUSE])
