@@ -220,6 +220,13 @@ def test_what_happens_between_microbatches(tmp_path, mixin, changed):
         tiny_run(GraphTrainer, tmp_path, mixin=mixin, gradient_accumulation_steps=2)
 
 
+def test_clipping_of_torch_that_is_replaced(tmp_path, monkeypatch):
+    plain = torch.nn.utils.clip_grad_norm_
+    replaced = lambda parameters, limit, *args, **kwargs: plain(list(parameters), 0.1 * limit)  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", replaced)
+    same_as_plain(tmp_path)
+
+
 def test_draws_between_microbatches_of_a_model_that_draws_nothing(tmp_path):
     def without_dropout(trainer):
         trainer.model.drop.p = 0.0
