@@ -220,8 +220,9 @@ class StepOptions:
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute logits and loss in N chunks of tokens, to save memory. auto: chunks of about 1 GiB of logits."""
 
-    loss_rows: Literal["all", "counted"] = "all"
-    """Compute logits of all tokens, or only of the ones whose label counts: faster where at most two thirds do."""
+    loss_rows: Literal["auto", "all", "counted"] = "auto"
+    """Compute logits of all tokens, or only of the ones whose label counts. auto: all; `capture` in one process takes
+    counted if at most two thirds of the labels in its batch count."""
 
     tiles: int | Literal["auto"] = "auto"
     """Compute MLPs, norms and projections in N tiles of the sequence, and again in backward, to save memory. auto: 1,

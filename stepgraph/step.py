@@ -20,6 +20,7 @@ from stepgraph.capture.batch import (
     form,
     leaves_by_name,
     masks_of_ones,
+    share_of_labels,
     shared_memory,
 )
 from stepgraph.capture.optimizer import Update
@@ -34,7 +35,7 @@ from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import Lengths, StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
-from stepgraph.passes import Passes, Target, resolve
+from stepgraph.passes import Passes, Target, for_labels, resolve
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
@@ -131,7 +132,8 @@ class CapturedStep:
 
     def __init__(self, spec: StepSpec, dump: Path | str | None, saved: Path | str | None):
         batch = spec.batch
-        self.spec = replace(spec, batch=None)  # forms are captured with their calls' batches; an example would stay
+        # Forms are captured with their calls' batches; an example would stay.
+        self.spec = replace(spec, batch=None, passes=for_labels(spec.passes, share_of_labels(batch)))
         self.dump = None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
         if self.pipeline is not None:

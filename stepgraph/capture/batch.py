@@ -149,6 +149,13 @@ def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = N
     return found
 
 
+def share_of_labels(batch: Any) -> float:
+    """The share of labels that are not ignored, in the tensors of integers that hold -100; 1 if none does."""
+    counts = [leaf != -100 for leaf in flatten_batch(batch)[0] if has_values(leaf) and leaf.dtype == torch.int64]
+    found = [(int(some.sum()), some.numel()) for some in counts if not some.all()]
+    return sum(count for count, _ in found) / sum(size for _, size in found) if found else 1.0
+
+
 def _is_mask(key: Any, leaf: Any) -> bool:
     named = str(getattr(key, "key", getattr(key, "name", ""))).endswith("attention_mask")
     return named and has_values(leaf) and not (leaf.is_floating_point() or leaf.is_complex())

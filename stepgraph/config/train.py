@@ -271,6 +271,7 @@ class TrainConfig(
         if values.get("grouped") in ("auto", "torch"):  # `--grouped` was an option until 0.2.0
             del values["grouped"]
         family = family_named(str(model.pop("family", None)))
+        values = {"loss_rows": "all"} | values  # which runs of before that option did
         return decode(cls, values | {"model": decode(family.config, model, "model")}, "configuration")
 
 

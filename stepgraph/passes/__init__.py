@@ -9,6 +9,7 @@ from stepgraph.passes.runner import (
     Passes,
     asked_for,
     dry_run,
+    for_labels,
     format_report,
     prepare,
     resolve,

@@ -16,7 +16,7 @@ _LEFT_BY_EXACT: dict[str, tuple[str, tuple[object, ...]]] = {
     "attention": ("leaves attention to eager", ("auto", "eager")),
     "epilogues": ("leaves products to torch", ("torch",)),
     "loss_chunks": ("leaves the loss to eager", ("auto", 1)),
-    "loss_rows": ("leaves the loss to eager", ("all",)),
+    "loss_rows": ("leaves the loss to eager", ("auto", "all")),
     "inductor": ("compiles nothing", ("full", "off")),  # full is the default
     "fp8": ("does not round to fp8", ("off",)),
     "tiles": ("adds up tokens as eager does", ("auto", 1)),

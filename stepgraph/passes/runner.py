@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from stepgraph import compat
@@ -26,6 +27,9 @@ log = logging.getLogger("stepgraph.passes")
 #: What a caller may give: a name of a ready-made list, options of a step, or a list of names and configured passes.
 Passes = str | StepOptions | Iterable[str | Pass]
 
+#: Up to which share of labels that count products of these rows alone, at 85% of the speed, are clearly faster.
+_FEW = 2 / 3
+
 
 def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass]:
     """The passes to run on ``target``, in order, with its facts."""
@@ -43,6 +47,15 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
     found = [p for p in found if p.name not in disable and not (p.optional and p.serves in disable)]
     found = [p for p in found if p.forecast or not target.simulated]
     return [replace(p, options=p.for_target(p.options, target)) for p in found]
+
+
+def for_labels(passes: Passes, share: float) -> Passes:
+    """``passes`` of a step whose first batch has this ``share`` of labels that count: ``loss_rows`` for auto. Ranks,
+    whose graphs must be alike, do not look at theirs."""
+    options = StepOptions() if passes == "default" else passes
+    if not isinstance(options, StepOptions) or options.passes == "exact" or options.loss_rows != "auto":
+        return passes
+    return passes if share > _FEW or dist.is_initialized() else replace(options, loss_rows="counted")
 
 
 def prepare(passes: Passes, disable: Sequence[str], target: Target) -> None:

@@ -101,6 +101,13 @@ def test_runs_from_when_llama_had_an_attention_of_its_own_go_on(attention):
             TrainConfig.from_json(json.dumps(values))
 
 
+def test_runs_from_before_loss_rows_continue():
+    config = TrainConfig()
+    values = json.loads(config.to_json())
+    del values["loss_rows"]
+    assert TrainConfig.from_json(json.dumps(values)) == dataclasses.replace(config, loss_rows="all")
+
+
 @pytest.mark.parametrize("grouped", ["auto", "torch", "quack"])
 def test_runs_from_when_grouped_was_an_option_continue(grouped):
     config = TrainConfig()

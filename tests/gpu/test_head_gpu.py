@@ -103,8 +103,7 @@ def test_rows_that_count_alone(bias):
     if bias:
         model.lm_head.bias = torch.nn.Parameter(torch.randn(50257, device=DEVICE, dtype=torch.bfloat16) / 4)
     wide = copy.deepcopy(model).float()
-    options = StepOptions(loss_rows="counted")
-    step = stepgraph.capture(model, masked_loss, {"ids": ids, "labels": labels_of(ids, 0.1, 0)}, passes=options)
+    step = stepgraph.capture(model, masked_loss, {"ids": ids, "labels": labels_of(ids, 0.1, 0)})
     report = next(r for r in step.report if r.name == "fuse_loss")
     assert report.summary.endswith("of rows that count") and report.notes == []
     one = torch.full_like(ids, -100)

@@ -34,10 +34,10 @@ _UNFUSED = 4
 class LossOptions:
     """``chunks``: the parts that a head and its loss are computed in, one after another (see `chunk`). auto: as many as
     keep a part's logits near ``part_bytes``, in parts of at least 2048 rows. ``rows``: all are multiplied, or the ones
-    whose label counts."""
+    that count; auto is all, and a capture may choose (`runner.for_labels`)."""
 
     chunks: chunk.Chunks = "auto"
-    rows: Literal["all", "counted"] = "all"
+    rows: Literal["auto", "all", "counted"] = "auto"
     part_bytes: int = chunk.PART_BYTES
 
     def __post_init__(self) -> None:

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stepgraph
-from stepgraph.passes import get
+from stepgraph.capture.batch import share_of_labels
+from stepgraph.passes import StepOptions, get
 from tests.passes.loss.test_chunks import Head, capped, gradients, plain, products, read_elsewhere, upcast
 
 FUSE = replace(get("fuse_loss"), needs_cuda=False).with_options(rows="counted")
@@ -139,3 +140,36 @@ def test_bert():
         return model(batch["x"], labels=batch["y"]).loss
 
     check(model, loss_fn, [batch_of(0.15), batch_of(0.3, seed=1)])
+
+
+@pytest.mark.parametrize(
+    ("passes", "share", "chosen"),
+    [
+        ("default", 0.15, "counted"), ("default", 0.9, None), ("exact", 0.15, None), (StepOptions(), 0.5, "counted"),
+        (StepOptions(loss_rows="all"), 0.15, "all"), (StepOptions(loss_rows="counted"), 1.0, "counted"),
+    ],
+)  # fmt: skip
+def test_auto_looks_at_the_first_batch(passes, share, chosen):
+    step = stepgraph.capture(Head(), plain, batch_of(share), passes=passes, disable=("inductor",))
+    options = step.spec.passes
+    assert options == passes if chosen is None else options.loss_rows == chosen
+    assert step(batch_of(1.0)).isfinite()
+
+
+def test_share_of_labels():
+    """Of tensors with ignored labels alone: ids have none."""
+    assert share_of_labels({"x": torch.arange(8), "y": torch.tensor([-100, 1, -100, 3])}) == 0.5
+    assert share_of_labels([torch.arange(8), torch.full((4,), -100.0), "text"]) == 1.0
+
+
+def test_a_soft_cap_in_the_kernel():
+    """Which is no operator that reads the logits any more."""
+
+    def loss_fn(model, batch):
+        logits = 3 * torch.tanh(model(batch["x"]) / 3)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), batch["y"].view(-1))
+
+    step = check(Head(), loss_fn, [batch_of(0.2), batch_of(1.0, seed=1), batch_of(0.0, seed=2)])
+    assert all(
+        n.target is not torch.ops.aten.tanh.default or n.meta["val"].shape[-1] != 37 for n in step.graph.graph.nodes
+    )
