@@ -23,6 +23,15 @@ def _capped(x, cap, CAP: tl.constexpr):
 
 
 @triton.jit
+def _joined(top, total, v):
+    """(the maximum, the sum of 2^(v - maximum)) once ``v`` is seen, from those of what was seen before."""
+    higher = tl.maximum(top, tl.max(v, 0))
+    # A row that starts with -inf has no maximum yet.
+    shift = tl.where(higher == -float("inf"), 0.0, higher)
+    return higher, total * tl.exp2(top - shift) + tl.sum(tl.exp2(v - shift), 0)
+
+
+@triton.jit
 def _kernel(
     logits, targets, scale, losses, stride, V, ignore, cap, BLOCK: tl.constexpr, ONE: tl.constexpr,
     ORDERED: tl.constexpr, CAP: tl.constexpr,
@@ -33,14 +42,18 @@ def _kernel(
     x = logits + row * stride
     target = tl.load(targets + row)
     columns = tl.arange(0, BLOCK)
+    whole = V // 16 * 16  # masks that end at a multiple of 16 leave loads and stores of 16 bytes
+    rest = whole + tl.arange(0, 16)
     if target == ignore:
         tl.store(losses + row, 0.0)
-        written = V
+        written = True
         if ORDERED:  # where the first row of a block does not count, none does
-            written = tl.where(tl.load(targets + row // 128 * 128) == ignore, 0, V)
-        for start in range(0, written, BLOCK):
-            at = start + columns
-            tl.store(x + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=at < V)
+            written = tl.load(targets + row // 128 * 128) != ignore
+        if written:
+            for start in range(0, whole, BLOCK):
+                at = start + columns
+                tl.store(x + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=at < whole)
+            tl.store(x + rest, tl.zeros([16], logits.dtype.element_ty), mask=rest < V)
     else:
         # Base 2: the hardware's exponential. A running maximum per row, one exponential per element.
         if ONE:
@@ -51,15 +64,13 @@ def _kernel(
         else:
             top = -float("inf")
             total = 0.0
-            for start in range(0, V, BLOCK):
+            for start in range(0, whole, BLOCK):
                 at = start + columns
-                v, _ = _capped(tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_last"), cap, CAP)
-                v = tl.where(at < V, v * _LOG2E, -float("inf"))
-                higher = tl.maximum(top, tl.max(v, 0))
-                # A row that starts with -inf has no maximum yet.
-                shift = tl.where(higher == -float("inf"), 0.0, higher)
-                total = total * tl.exp2(top - shift) + tl.sum(tl.exp2(v - shift), 0)
-                top = higher
+                v, _ = _capped(tl.load(x + at, mask=at < whole, other=0.0, eviction_policy="evict_last"), cap, CAP)
+                top, total = _joined(top, total, tl.where(at < whole, v * _LOG2E, -float("inf")))
+            last, last_bend = _capped(tl.load(x + rest, mask=rest < V, other=0.0), cap, CAP)
+            last = tl.where(rest < V, last * _LOG2E, -float("inf"))
+            top, total = _joined(top, total, last)
         log_total = top + tl.log2(total)
         inside = (target >= 0) & (target < V)
         at_target, _ = _capped(tl.load(x + target, mask=inside, other=float("nan")), cap, CAP)
@@ -70,11 +81,13 @@ def _kernel(
             slope = (tl.exp2(v - log_total) - tl.where(columns == target, 1.0, 0.0)) * bend * factor
             tl.store(x + columns, slope.to(logits.dtype.element_ty), mask=columns < V)
         else:
-            for start in range(0, V, BLOCK):
+            for start in range(0, whole, BLOCK):
                 at = start + columns
-                v, bend = _capped(tl.load(x + at, mask=at < V, other=0.0, eviction_policy="evict_first"), cap, CAP)
+                v, bend = _capped(tl.load(x + at, mask=at < whole, other=0.0, eviction_policy="evict_first"), cap, CAP)
                 slope = (tl.exp2(v * _LOG2E - log_total) - tl.where(at == target, 1.0, 0.0)) * bend * factor
-                tl.store(x + at, slope.to(logits.dtype.element_ty), mask=at < V)
+                tl.store(x + at, slope.to(logits.dtype.element_ty), mask=at < whole)
+            slope = (tl.exp2(last - log_total) - tl.where(rest == target, 1.0, 0.0)) * last_bend * factor
+            tl.store(x + rest, slope.to(logits.dtype.element_ty), mask=rest < V)
 
 
 def configuration(V: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Cross entropy with its gradient against torch's own in float64: reference, operator, and the kernel interpreted."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,15 @@ def test_no_configuration_spills():
             logits = {"logits": f"*{element}"}
             kind = {"BLOCK": block, "ONE": one, "ORDERED": False, "CAP": cap}
             assert_no_spills(kernels._kernel, kinds | logits, kind, warps)
+
+
+def test_rows_of_any_length_move_in_16_bytes():
+    """Whatever V is: a mask that ends at V alone makes 128 loads of 2 bytes of each block."""
+    kernels = pytest.importorskip("stepgraph.kernels.loss.cross_entropy_triton")
+    kinds = {"logits": "*bf16", "targets": "*i64", "scale": "*fp32", "losses": "*fp32", "cap": "fp32"}
+    kinds |= dict.fromkeys(("stride", "V", "ignore"), "i32")
+    block, warps = kernels.configuration(50257)
+    kind = {"BLOCK": block, "ONE": False, "ORDERED": False, "CAP": False}
+    ptx = assert_no_spills(kernels._kernel, kinds, kind, warps, aligned=("logits", "stride"))
+    assert len(re.findall(r"(?:ld|st)\.global\S*v4", ptx)) >= 3 * block * 2 // (16 * 32 * warps)
+    assert len(re.findall(r"ld\.global\S*b16", ptx)) < 5
