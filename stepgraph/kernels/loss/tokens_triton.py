@@ -25,6 +25,16 @@ def _raised(top, total, v, LOG2E: tl.constexpr):
 
 
 @triton.jit
+def _seen(v, inside, top, total, weighted, plain, LOG2E: tl.constexpr):
+    """The maximum and the sums of `_stats_kernel` once ``v`` is seen."""
+    plain += tl.sum(tl.where(inside, v, 0.0), 0)
+    higher, shift, factor, e, summed = _raised(top, total, v, LOG2E)
+    moved = tl.where(top == -float("inf"), 0.0, top - shift)
+    weighted = (weighted + total * moved) * factor + tl.sum(tl.where(e > 0, e * (v - shift), 0.0), 0)
+    return higher, summed, weighted, plain
+
+
+@triton.jit
 def _stats_kernel(
     logits, labels, log_prob, log_sum, entropy, mean, stride, V, scale, ignore, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -38,15 +48,14 @@ def _stats_kernel(
     total = 0.0
     weighted = 0.0
     plain = 0.0
-    for start in range(0, V, BLOCK):
+    whole = V // 16 * 16  # masks that end at a multiple of 16 leave loads of 16 bytes
+    for start in range(0, whole, BLOCK):
         at = start + columns
-        v = tl.load(x + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
-        plain += tl.sum(tl.where(at < V, v, 0.0), 0)
-        higher, shift, factor, e, summed = _raised(top, total, v, _LOG2E)
-        moved = tl.where(top == -float("inf"), 0.0, top - shift)
-        weighted = (weighted + total * moved) * factor + tl.sum(tl.where(e > 0, e * (v - shift), 0.0), 0)
-        top = higher
-        total = summed
+        v = tl.load(x + at, mask=at < whole, other=-float("inf")).to(tl.float32) * scale
+        top, total, weighted, plain = _seen(v, at < whole, top, total, weighted, plain, _LOG2E)
+    rest = whole + tl.arange(0, 16)
+    v = tl.load(x + rest, mask=rest < V, other=-float("inf")).to(tl.float32) * scale
+    top, total, weighted, plain = _seen(v, rest < V, top, total, weighted, plain, _LOG2E)
     log_total = tl.log(total)
     inside = (label >= 0) & (label < V)
     chosen = tl.load(x + label, mask=inside, other=float("nan")).to(tl.float32) * scale
