@@ -66,6 +66,18 @@ def _stats_kernel(
 
 
 @triton.jit
+def _slopes(
+    x, at, inside, label, log_sum, entropy, of_label, of_sum, of_entropy, of_mean, scale, LOG2E: tl.constexpr
+):  # fmt: skip
+    """Write the gradient over the logits ``at`` of the row ``x``."""
+    log_p = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale - log_sum
+    p = tl.exp2(log_p * LOG2E)
+    result = (tl.where(at == label, 1.0, 0.0) - p) * of_label + (p * of_sum + of_mean)
+    result -= tl.where(p > 0, p * (log_p + entropy), 0.0) * of_entropy
+    tl.store(x + at, (result * scale).to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _gradient_kernel(
     logits, labels, log_sum, entropy, slope, sum_slope, entropy_slope, mean_slope, stride, V, scale, ignore,
     BLOCK: tl.constexpr,
@@ -73,22 +85,33 @@ def _gradient_kernel(
     """Block ``program_id(1)`` of row ``program_id(0)``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = logits + row * stride + at
-    inside = at < V
+    whole = V // 16 * 16
+    rest = whole + tl.arange(0, 16)
+    last = (rest < V) & (tl.program_id(1) == tl.num_programs(1) - 1)
+    x = logits + row * stride
     scale = tl.cast(scale, tl.float32)
     label = tl.load(labels + row)
     of_label = tl.where(label == ignore, 0.0, tl.load(slope + row))
     of_sum = tl.load(sum_slope + row)
     of_entropy = tl.load(entropy_slope + row)
-    of_mean = tl.load(mean_slope + row)
+    of_mean = tl.load(mean_slope + row) / V
     if (of_label == 0.0) & (of_sum == 0.0) & (of_entropy == 0.0) & (of_mean == 0.0):
-        tl.store(x, tl.zeros([BLOCK], logits.dtype.element_ty), mask=inside)
+        tl.store(x + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=at < whole)
+        tl.store(x + rest, tl.zeros([16], logits.dtype.element_ty), mask=last)
     else:
-        log_p = tl.load(x, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_sum + row)
-        p = tl.exp2(log_p * _LOG2E)
-        result = (tl.where(at == label, 1.0, 0.0) - p) * of_label + (p * of_sum + of_mean / V)
-        result -= tl.where(p > 0, p * (log_p + tl.load(entropy + row)), 0.0) * of_entropy
-        tl.store(x, (result * scale).to(logits.dtype.element_ty), mask=inside)
+        norm = tl.load(log_sum + row)
+        spread = tl.load(entropy + row)
+        _slopes(x, at, at < whole, label, norm, spread, of_label, of_sum, of_entropy, of_mean, scale, _LOG2E)
+        _slopes(x, rest, last, label, norm, spread, of_label, of_sum, of_entropy, of_mean, scale, _LOG2E)
+
+
+@triton.jit
+def _both_seen(v, o, top, other_top, total, other_total, weighted, LOG2E: tl.constexpr):
+    """The maxima and the sums of `_kl_kernel` once ``v`` and ``o`` are seen."""
+    top, _, factor, e, total = _raised(top, total, v, LOG2E)
+    weighted = weighted * factor + tl.sum(tl.where(e > 0, e * (v - o), 0.0), 0)
+    other_top, _, factor, e, other_total = _raised(other_top, other_total, o, LOG2E)
+    return top, other_top, total, other_total, weighted
 
 
 @triton.jit
@@ -104,18 +127,38 @@ def _kl_kernel(logits, other, kl, log_sum, other_log_sum, stride, other_stride, 
     total = 0.0
     other_total = 0.0
     weighted = 0.0
-    for start in range(0, V, BLOCK):
+    whole = V // 16 * 16
+    for start in range(0, whole, BLOCK):
         at = start + columns
-        v = tl.load(x + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
-        o = tl.load(y + at, mask=at < V, other=-float("inf")).to(tl.float32) * scale
-        top, _, factor, e, total = _raised(top, total, v, _LOG2E)
-        weighted = weighted * factor + tl.sum(tl.where(e > 0, e * (v - o), 0.0), 0)
-        other_top, _, factor, e, other_total = _raised(other_top, other_total, o, _LOG2E)
+        v = tl.load(x + at, mask=at < whole, other=-float("inf")).to(tl.float32) * scale
+        o = tl.load(y + at, mask=at < whole, other=-float("inf")).to(tl.float32) * scale
+        top, other_top, total, other_total, weighted = _both_seen(
+            v, o, top, other_top, total, other_total, weighted, _LOG2E
+        )
+    rest = whole + tl.arange(0, 16)
+    v = tl.load(x + rest, mask=rest < V, other=-float("inf")).to(tl.float32) * scale
+    o = tl.load(y + rest, mask=rest < V, other=-float("inf")).to(tl.float32) * scale
+    top, other_top, total, other_total, weighted = _both_seen(
+        v, o, top, other_top, total, other_total, weighted, _LOG2E
+    )
     own = top + tl.log(total)
     others = other_top + tl.log(other_total)
     tl.store(kl + row, weighted / total - (own - others))
     tl.store(log_sum + row, own)
     tl.store(other_log_sum + row, others)
+
+
+@triton.jit
+def _kl_slopes(x, y, at, inside, log_sum, other_log_sum, kl, factor, scale, OF_P: tl.constexpr, LOG2E: tl.constexpr):
+    """Write the gradient over the logits ``at`` of the row ``x``."""
+    own = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * scale - log_sum
+    others = tl.load(y + at, mask=inside, other=0.0).to(tl.float32) * scale - other_log_sum
+    p = tl.exp2(own * LOG2E)
+    if OF_P:
+        result = tl.where(p > 0, p * (own - others - kl), 0.0)
+    else:
+        result = p - tl.exp2(others * LOG2E)
+    tl.store(x + at, (result * factor * scale).to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -126,22 +169,22 @@ def _kl_gradient_kernel(
     """Block ``program_id(1)`` of row ``program_id(0)``."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = logits + row * stride + at
-    inside = at < V
+    whole = V // 16 * 16
+    rest = whole + tl.arange(0, 16)
+    last = (rest < V) & (tl.program_id(1) == tl.num_programs(1) - 1)
+    x = logits + row * stride
+    y = other + row * other_stride
     scale = tl.cast(scale, tl.float32)
     factor = tl.load(slope + row)
     if factor == 0.0:
-        tl.store(x, tl.zeros([BLOCK], logits.dtype.element_ty), mask=inside)
+        tl.store(x + at, tl.zeros([BLOCK], logits.dtype.element_ty), mask=at < whole)
+        tl.store(x + rest, tl.zeros([16], logits.dtype.element_ty), mask=last)
     else:
-        own = tl.load(x, mask=inside, other=0.0).to(tl.float32) * scale - tl.load(log_sum + row)
-        others = tl.load(other + row * other_stride + at, mask=inside, other=0.0).to(tl.float32) * scale
-        others -= tl.load(other_log_sum + row)
-        p = tl.exp2(own * _LOG2E)
-        if OF_P:
-            result = tl.where(p > 0, p * (own - others - tl.load(kl + row)), 0.0)
-        else:
-            result = p - tl.exp2(others * _LOG2E)
-        tl.store(x, (result * factor * scale).to(logits.dtype.element_ty), mask=inside)
+        norm = tl.load(log_sum + row)
+        others = tl.load(other_log_sum + row)
+        mean = tl.load(kl + row)
+        _kl_slopes(x, y, at, at < whole, norm, others, mean, factor, scale, OF_P, _LOG2E)
+        _kl_slopes(x, y, rest, last, norm, others, mean, factor, scale, OF_P, _LOG2E)
 
 
 Config = tuple[int, int] | None
