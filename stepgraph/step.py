@@ -133,7 +133,7 @@ class CapturedStep:
     def __init__(self, spec: StepSpec, dump: Path | str | None, saved: Path | str | None):
         batch = spec.batch
         # Forms are captured with their calls' batches; an example would stay.
-        self.spec = replace(spec, batch=None, passes=for_labels(spec.passes, share_of_labels(batch)))
+        self.spec = replace(spec, batch=None, passes=for_labels(spec.passes, lambda: share_of_labels(batch)))
         self.dump = None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
         if self.pipeline is not None:

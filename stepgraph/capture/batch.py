@@ -151,7 +151,8 @@ def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = N
 
 def share_of_labels(batch: Any) -> float:
     """The share of labels that are not ignored, in the tensors of integers that hold -100; 1 if none does."""
-    counts = [leaf != -100 for leaf in flatten_batch(batch)[0] if has_values(leaf) and leaf.dtype == torch.int64]
+    leaves = [leaf for leaf in flatten_batch(batch)[0] if has_values(leaf) and leaf.dtype == torch.int64]
+    counts = [leaf != -100 for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested]
     found = [(int(some.sum()), some.numel()) for some in counts if not some.all()]
     return sum(count for count, _ in found) / sum(size for _, size in found) if found else 1.0
 

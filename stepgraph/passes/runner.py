@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,13 +49,13 @@ def resolve(passes: Passes, disable: Sequence[str], target: Target) -> list[Pass
     return [replace(p, options=p.for_target(p.options, target)) for p in found]
 
 
-def for_labels(passes: Passes, share: float) -> Passes:
+def for_labels(passes: Passes, share: Callable[[], float]) -> Passes:
     """``passes`` of a step whose first batch has this ``share`` of labels that count: ``loss_rows`` for auto. Ranks,
     whose graphs must be alike, do not look at theirs."""
     options = StepOptions() if passes == "default" else passes
     if not isinstance(options, StepOptions) or options.passes == "exact" or options.loss_rows != "auto":
         return passes
-    return passes if share > _FEW or dist.is_initialized() else replace(options, loss_rows="counted")
+    return passes if dist.is_initialized() or share() > _FEW else replace(options, loss_rows="counted")
 
 
 def prepare(passes: Passes, disable: Sequence[str], target: Target) -> None:
