@@ -21,6 +21,7 @@ from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.graph.facts import argument
 from stepgraph.graph.host_copies import device_bytes
 from stepgraph.graph.marks import VISIBLE_PAIRS
+from stepgraph.kernels.lora.gated import backward_workspace
 
 aten, ours, higher_order = torch.ops.aten, torch.ops.stepgraph, torch.ops.higher_order
 
@@ -188,17 +189,20 @@ _MULTIPROCESSORS = 132
 
 
 def transient_bytes(node: fx.Node) -> int:
-    """Bytes that an attention operator allocates on top of its inputs: its results, and in backward a workspace. That
-    holds the gradient of the queries and a sum for each of their rows in fp32, and, where query heads share keys and
-    values, gradients of these for every query head. Under deterministic algorithms FlashAttention 2 keeps one gradient
-    of the queries for each multiprocessor that works on the same head. 0 for other operators.
+    """Bytes that an operator of attention, or of SwiGLU between adapters, allocates on top of its inputs: its results,
+    and in backward a workspace. Attention's holds the gradient of the queries and a sum for each of their rows in fp32,
+    and, where query heads share keys and values, gradients of these for every query head. Under deterministic
+    algorithms FlashAttention 2 keeps one gradient of the queries for each multiprocessor that works on the same head. 0
+    for other operators.
 
     Source: what torch 2.11 allocated on an H200, 128.5 MiB for 4 x 8/4 heads x 4096 x 128 in bf16 (cuDNN), and 256 MiB
     more in FlashAttention 2's deterministic backward."""
+    results = sum(device_bytes(user) for user in node.users if user.target is operator.getitem)
+    if node.target is torch.ops.stepgraph.gated_adapters_backward.default:
+        return results + backward_workspace(node.args[1].meta["val"], node.args[5].meta["val"])
     backend, direction = OPERATORS.get(node.target) or _WINDOWED.get(node.target, (None, ""))
     if not direction or node.target in _FLEX:
         return 0
-    results = sum(device_bytes(user) for user in node.users if user.target is operator.getitem)
     if direction == "forward":
         return results
     q, k, v = (argument(node, name).meta["val"] for name in ("query", "key", "value"))

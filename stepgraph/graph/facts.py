@@ -55,6 +55,7 @@ _PURE = {
     ours.modulated_norm_backward.default, ours.gated_norm_backward.default, ours.gelu_rows.default,
     ours.gelu_rows_backward.default, ours.gram.default, ours.transposed_bytes.default,
     ours.counted_logits.default, ours.counted_dx.default, ours.counted_db.default,
+    ours.gated_adapters.default, ours.gated_adapters_backward.default,
 }  # fmt: skip
 
 #: Operators that dominate a step's arithmetic.
@@ -65,7 +66,7 @@ EXPENSIVE = {
     aten._scaled_dot_product_attention_math, aten._flash_attention_forward, aten.sort, aten.topk,
     ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product, ours.flash4_attention, ours.sum_products,
     ours.grouped_scaled_mm, ours.grouped_scaled_mm_weight, ours.product, ours.gelu_product, ours.gelu_product_backward,
-    ours.gram, ours.counted_logits, ours.counted_dx, ours.counted_dw_,
+    ours.gram, ours.counted_logits, ours.counted_dx, ours.counted_dw_, ours.gated_adapters,
 }  # fmt: skip
 
 

@@ -41,3 +41,14 @@ def dependencies(
             turn[key] = node
         before[node] = found - {node}
     return before
+
+
+def readers(nodes: Sequence[fx.Node], end: fx.Node) -> list[fx.Node]:
+    """What is made from ``nodes`` before ``end``, in order."""
+    found: set[fx.Node] = set()
+    queue = list(nodes)
+    while queue:
+        users = [user for user in queue.pop().users if user < end and user not in found]
+        found.update(users)
+        queue += users
+    return sorted(found)

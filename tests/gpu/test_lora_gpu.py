@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import stepgraph
-from stepgraph.kernels.lora import sum_products
+from stepgraph.kernels.lora import gated_adapters, gated_adapters_backward, sum_products
 from stepgraph.kernels.lora.sums import reference
 from stepgraph.passes import StepOptions
+from tests.kernels.lora.test_gated import operands
 
 SMALL = dict(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -30,6 +31,21 @@ def test_sum_products(dtype, biased, scale):
     error = float((y.double() - right).norm() / right.norm())
     assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
     assert torch.equal(y, sum_products(a, b, bias, scale))
+
+
+@pytest.mark.parametrize("shape", [(4096, 14336, 16), (1000, 1416, 8), (512, 3072, 32)], ids=str)
+def test_gated_adapters(shape):
+    forward, dh, dt = operands(*shape, torch.float32)
+    forward, (dh, dt) = ([x.bfloat16().cuda() for x in some] for some in (forward, (dh, dt)))
+    *others, a = forward
+    arguments = dh, *others, dt, a, 2.0, 0.5
+    for operator, given in ((gated_adapters, (*forward, 2.0, 0.5)), (gated_adapters_backward, arguments)):
+        found = operator(*given)
+        right = operator(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in given))
+        for mine, again, theirs in zip(found, operator(*given), right, strict=True):
+            assert mine.shape == theirs.shape and mine.is_contiguous() and torch.equal(mine, again)
+            error = (mine.cpu().float() - theirs.float()).norm() / theirs.float().norm()
+            assert error < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["bf16", "autocast"])
@@ -59,9 +75,10 @@ def test_peft_by_the_default_pipeline(kind):
     step(ids)
     found = {name: p.grad.double() for name, p in mine.named_parameters() if p.grad is not None}
     report = next(r for r in step.report if r.name == "lora")
-    assert report.summary.startswith("14 of 14 adapters added by products; 10 first products joined to 4"), (
+    assert report.summary.startswith("10 of 14 adapters added by products; 10 first products joined to 4"), (
         report.summary
     )
+    assert report.summary.endswith("; 2 SwiGLUs between adapters"), report.summary
 
     def error(gradients_):
         return sum(float((g - right[name]).norm() / right[name].norm()) for name, g in gradients_.items())

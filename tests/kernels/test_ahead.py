@@ -93,6 +93,10 @@ def examples(t):
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False)
     yield "cast_scaled_rows", (t(512, 1025), FP8, True, True)  # no pairs in a row
     yield "cast_scaled_rows", (t(512, 1024), FP8, True, False, t(1024, dtype=FP32))
+    wide, narrow = [t(512, 1024) for _ in range(3)], [t(512, 16) for _ in range(3)]
+    weights = t(1024, 16), t(1024, 16), t(16, 1024)
+    yield "gated_adapters", (*wide[:2], *narrow[:2], *weights, 2.0, 2.0)
+    yield "gated_adapters_backward", (*wide, *narrow[:2], *weights[:2], narrow[2], weights[2], 2.0, 2.0)
     yield "transposed_bytes", (t(512, 1024, dtype=torch.uint8),)
     yield "sort_by_expert", (t(512, 4, dtype=I64), 16)
     codes, nested = t(2048, 1, dtype=torch.uint8), [t(1, dtype=FP32), t(256, dtype=FP32), t(dtype=FP32)]

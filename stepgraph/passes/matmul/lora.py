@@ -21,46 +21,57 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 
 import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases, is_written
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import RESHAPES, behind_reshapes, is_cast, is_mutating, only_user, packet, swapped
+from stepgraph.graph.facts import RESHAPES, behind_reshapes, is_cast, is_mutating, only_user, swapped
+from stepgraph.graph.order import readers
 from stepgraph.graph.provenance import phase_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.matmul.layers import Layer, find
+from stepgraph.passes.matmul.layers import find
+from stepgraph.passes.matmul.lora_find import (
+    PRODUCTS,
+    Adapter,
+    find_adapters,
+    has_chain,
+    hoist,
+    is_plain_sum,
+    overwritten,
+)
+from stepgraph.passes.matmul.lora_gated import fuse_gated
 
 aten, SUM = torch.ops.aten, torch.ops.stepgraph.sum_products.default
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
-@dataclass
-class Adapter:
-    """``down``: t = x A^T. ``up``: t B^T, which reads only that. ``end``: the sum with the product ``base`` of the same
-    layer, None where that is none. ``scale``: s. ``why_not``: why ``up`` is not added by a product."""
+@dataclass(frozen=True)
+class LoraOptions:
+    """``gated``: SwiGLU between adapters by our operators; always on a GPU."""
 
-    down: Layer
-    up: Layer
-    scale: float = 1.0
-    base: fx.Node | None = None
-    end: fx.Node | None = None
-    why_not: str | None = None
+    gated: bool = False
 
 
-@register("lora", "numerics")
-def lora(step: StepGraph, options: object, report: PassReport) -> None:
+@register(
+    "lora",
+    "numerics",
+    options=LoraOptions(),
+    for_target=lambda options, target: replace_fields(options, gated=options.gated or target.device == "cuda"),
+)
+def lora(step: StepGraph, options: LoraOptions, report: PassReport) -> None:
     """Join the products of low-rank adapters of one input, and add them without passes over activations."""
     aliases = Aliases(step.graph)
-    adapters = list(_adapters(find(step, aliases).layers, aliases)) if _has_chain(step) else []
+    adapters = list(find_adapters(find(step, aliases).layers, aliases)) if has_chain(step) else []
     report.matched = len(adapters)
-    left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
     groups = _groups(adapters, aliases)
     apart = sum(
         a.base is not None and aliases.root(a.base.args[-2]) is not aliases.root(a.down.forward.a.node)
         for a in adapters
     )
+    gated = fuse_gated(adapters, aliases) if options.gated else 0
+    left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
     joined = sum(_join_down(group) for group in groups)
     added = [adapter for adapter in adapters if adapter.why_not is None]
     for adapter in added:
@@ -74,86 +85,11 @@ def lora(step: StepGraph, options: object, report: PassReport) -> None:
         f"{len(added)} of {len(adapters)} adapters added by products; {joined} first products joined to "
         f"{sum(len(g) > 1 for g in groups)}, {gradients} of their weights' gradients joined; "
         f"{sum(sums)} products in {len(sums)} gradients of inputs"
+        + (f"; {gated} SwiGLUs between adapters" if gated else "")
     )
     if apart:
         report.notes.append(f"{apart} adapters read another input than their base layer (dropout): not joined")
     report.notes += [f"{number} adapters added by an operator of their own: {why}" for why, number in left.items()]
-
-
-def _has_chain(step: StepGraph) -> bool:
-    """Whether a product reads another one, viewed in other shapes at most."""
-    products = step.calling(*_PRODUCTS)
-    return any(behind_reshapes(node.args[-2]).target in _PRODUCTS for node in products)
-
-
-def _adapters(layers: Sequence[Layer], aliases: Aliases) -> Iterator[Adapter]:
-    """Pairs of layers with nothing between them, the first narrower than what it reads and the second gives."""
-    downs = {layer.forward.node: layer for layer in layers}
-    for up in layers:
-        t = up.forward.a.node
-        down = downs.get(aliases.root(t))
-        if down is None or behind_reshapes(t) is not down.forward.node or up.forward.why_not or down.forward.bias:
-            continue
-        (_, width, rank), inner = up.forward.sizes, down.forward.sizes[2]
-        if rank < width and rank < inner and not down.forward.why_not:
-            yield _ended(Adapter(down, up), aliases)
-
-
-def _ended(adapter: Adapter, aliases: Aliases) -> Adapter:
-    """Follow what reads the product with B, to its sum with the base layer's."""
-    node = adapter.up.forward.node
-    if adapter.up.forward.bias is not None:
-        adapter.why_not = "B has a bias"
-    while adapter.why_not is None:
-        user = only_user(node)
-        if user is None:
-            adapter.why_not = "several operators read what it adds"
-        elif user.target is aten.mul.Tensor and isinstance(user.args[1], (int, float)):
-            adapter.scale *= user.args[1]
-        elif user.target is aten.add.Tensor and _is_plain_sum(user):
-            base = user.args[0] if user.args[1] is node else user.args[1]
-            base = _below(base)
-            if not _is_product(base) or base.meta["val"].dtype != user.meta["val"].dtype:
-                adapter.why_not = f"what it is added to is not a product in its dtype, but {packet(base) or base.op}"
-            elif base.meta["val"].shape != adapter.up.forward.node.meta["val"].shape:
-                adapter.why_not = "the base layer's product has another shape"
-            elif any(_overwritten(product, user, aliases) for product in (base, adapter.up.forward.node)):
-                adapter.why_not = "what its products read is written to before their sum"
-            else:
-                adapter.base, adapter.end = base, user
-            break
-        elif user.target not in RESHAPES:
-            adapter.why_not = f"{packet(user) or user.op} reads what it adds"
-        node = user
-    return adapter
-
-
-def _overwritten(node: fx.Node, last: fx.Node, aliases: Aliases) -> bool:
-    """Whether what ``node`` reads is written to before ``last``."""
-    at = aliases.position
-    known = [source for source in node.all_input_nodes if source in at]
-    return any(aliases.written_between(source, at[node], at[last]) for source in known)
-
-
-def _below(node: fx.Node) -> fx.Node:
-    """What ``node`` is a view of, as far as nothing else reads it."""
-    while node.target in RESHAPES and only_user(node) is not None:
-        node = node.args[0]
-    return node
-
-
-def _is_product(node: fx.Node) -> bool:
-    """Whether only one operator reads the product of two matrices, which may have a bias for each column."""
-    if only_user(node) is None or node.kwargs:
-        return False
-    biased = node.target is aten.addmm.default and node.args[0].meta["val"].ndim == 1
-    return node.target is aten.mm.default or biased
-
-
-def _is_plain_sum(node: fx.Node) -> bool:
-    """Whether the node adds two tensors of its own shape."""
-    tensors = len(node.args) == 2 and not node.kwargs and all(isinstance(n, fx.Node) for n in node.args)
-    return tensors and all(n.meta["val"].shape == node.meta["val"].shape for n in node.args)
 
 
 def _groups(adapters: Sequence[Adapter], aliases: Aliases) -> list[list[Adapter]]:
@@ -170,7 +106,7 @@ def _groups(adapters: Sequence[Adapter], aliases: Aliases) -> list[list[Adapter]
 
 def _multiplies(reader: fx.Node) -> bool:
     """Whether ``reader`` is a product, or a transpose that only products read."""
-    return all(user.target in _PRODUCTS for user in (reader.users if swapped(reader) is not None else [reader]))
+    return all(user.target in PRODUCTS for user in (reader.users if swapped(reader) is not None else [reader]))
 
 
 def _changed(node: fx.Node, first: fx.Node, last: fx.Node, aliases: Aliases) -> bool:
@@ -187,7 +123,7 @@ def _join_down(group: list[Adapter]) -> int:
     if len(group) == 1:
         return 0
     for product in products:
-        _hoist(product.b.node, first)
+        hoist(product.b.node, first)
     build = Builder(*(p.node for p in products), before=first)
     stacked = build(aten.cat.default, [swapped(p.b.node) or build(aten.t.default, p.b.node) for p in products])
     wide = build(aten.mm.default, products[0].a.node, build(aten.t.default, stacked))
@@ -204,14 +140,6 @@ def _split(wide: fx.Node, parts: Sequence[fx.Node], dim: int, build: Builder) ->
     ]
     for part, piece in zip(parts, pieces, strict=True):
         replace(part, piece, sweep=True)
-
-
-def _hoist(node: fx.Node, before: fx.Node) -> None:
-    """Move what a weight is made by, gathers and casts, ``before`` where it is read now."""
-    if before < node:
-        for source in node.all_input_nodes:
-            _hoist(source, before)
-        before.prepend(node)
 
 
 def _add(adapter: Adapter) -> None:
@@ -274,7 +202,7 @@ def _sum_input_gradients(adapters: Sequence[Adapter], aliases: Aliases) -> list[
     for root, downs in trees.items():
         leaves = sorted(_leaves(root))
         kinds = {(n.meta["val"].shape, n.meta["val"].dtype) for n in leaves}
-        if len(leaves) < 2 or len(kinds) > 1 or any(_overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
+        if len(leaves) < 2 or len(kinds) > 1 or any(overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
             continue
         found.append(len(leaves))
         last, products = leaves[-1], [leaf.args for leaf in leaves if leaf not in downs]
@@ -302,7 +230,7 @@ def _summand(node: fx.Node) -> fx.Node | None:
     """The sum that is the only reader of ``node``, viewed and cast at most."""
     while (user := only_user(node)) is not None and (user.target in RESHAPES or is_cast(user)):
         node = user
-    return user if user is not None and user.target is aten.add.Tensor and _is_plain_sum(user) else None
+    return user if user is not None and user.target is aten.add.Tensor and is_plain_sum(user) else None
 
 
 def _root(leaf: fx.Node) -> fx.Node | None:
@@ -320,7 +248,7 @@ def _leaves(node: fx.Node) -> Iterator[fx.Node]:
             summand = summand.args[0]
         if only_user(summand) is None:
             continue
-        if summand.target is aten.add.Tensor and _is_plain_sum(summand):
+        if summand.target is aten.add.Tensor and is_plain_sum(summand):
             yield from _leaves(summand)
         elif summand.target is aten.mm.default:
             yield summand
@@ -349,8 +277,8 @@ def _join_gradients(group: list[Adapter], aliases: Aliases) -> int:
     if len(products) < 2:
         return 0
     last = products[-1]
-    early = _readers(products[:-1], last)
-    if any(is_mutating(node) for node in early) or any(_overwritten(p, last, aliases) for p in products):
+    early = readers(products[:-1], last)
+    if any(is_mutating(node) for node in early) or any(overwritten(p, last, aliases) for p in products):
         return 0
     place, build = last.next, Builder(*products, before=last.next)
     parts = [product.args[0].args[0] for product in products]
@@ -359,14 +287,3 @@ def _join_gradients(group: list[Adapter], aliases: Aliases) -> int:
     for node in early:
         place.prepend(node)
     return len(products)
-
-
-def _readers(nodes: Sequence[fx.Node], end: fx.Node) -> list[fx.Node]:
-    """What is made from ``nodes`` before ``end``, in order."""
-    found: set[fx.Node] = set()
-    queue = list(nodes)
-    while queue:
-        users = [user for user in queue.pop().users if user < end and user not in found]
-        found.update(users)
-        queue += users
-    return sorted(found)
