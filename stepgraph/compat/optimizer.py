@@ -58,6 +58,7 @@ def accelerated_inside(optimizer: Any, accumulate: int) -> Any:
             f"Accelerator(gradient_accumulation_steps={steps}), but each call of a captured step updates: drop it, "
             f"pass accumulate={steps}, and join the {steps} batches of a step"
         )
+    mark_stepped(optimizer)  # schedulers made after `prepare` look here, and captured steps mark the one inside
     return optimizer.optimizer
 
 

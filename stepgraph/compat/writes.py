@@ -34,11 +34,13 @@ def _fusable(scheduler: Any, plain: Callable[..., bool], dependency: Any, reader
     in the same order."""
     if not plain(scheduler, dependency, reader, writer):
         return False
+    from torch._inductor.dependencies import MemoryDep
+
     first = scheduler.mutation_real_name
     buffer = first[dependency.mutating_buf]
     (write,) = (w for w in writer.read_writes.writes if w.name == dependency.mutating_buf)
     reads = (r for r in reader.read_writes.reads if first.get(r.name, r.name) == buffer)
-    return all(getattr(read, "index", None) == write.index and read.size == write.size for read in reads)
+    return all(isinstance(r, MemoryDep) and r.index == write.index and r.size == write.size for r in reads)
 
 
 def _recompute(node: Any, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:

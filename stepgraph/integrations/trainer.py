@@ -446,7 +446,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             or self._calls("on_optimizer_step")
             or self._has_own_step()
             or compat.step_replaced(self.optimizer)
-            or nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_
+            or getattr(nn.utils.clip_grad_norm_, "__globals__", None) is not vars(nn.utils.clip_grad)
             or _is_replaced(model, "zero_grad", nn.Module)
             or _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator)
             or any(_is_replaced(self, name, Trainer) for name in own if hasattr(Trainer, name))

@@ -1,5 +1,7 @@
 """What ``torch.compile`` made is captured as what is inside; ``accelerate``'s optimizer as the one inside."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +147,11 @@ def test_the_optimizer_that_accelerate_prepared(monkeypatch):
         with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2\).*pass accumulate=2"):
             stepgraph.capture(model, mse, given[0], prepared)
         stepgraph.capture(model, mse, given[0], prepared, accumulate=2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(prepared, 0.9)
+    stepgraph.capture(model, mse, given[0], prepared)(given[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a schedule's step before the optimizer's
+        schedule.step()
     with monkeypatch.context() as patch:
         patch.setattr(prepared, "step", lambda: None)
         with pytest.raises(ValueError, match="step was replaced on the optimizer that accelerate prepared"):

@@ -220,10 +220,12 @@ def test_what_happens_between_microbatches(tmp_path, mixin, changed):
         tiny_run(GraphTrainer, tmp_path, mixin=mixin, gradient_accumulation_steps=2)
 
 
-def test_clipping_of_torch_that_is_replaced(tmp_path, monkeypatch):
+@pytest.mark.parametrize("modules", [("",), ("", ".clip_grad")])
+def test_clipping_of_torch_that_is_replaced(modules, tmp_path, monkeypatch):
     plain = torch.nn.utils.clip_grad_norm_
     replaced = lambda parameters, limit, *args, **kwargs: plain(list(parameters), 0.1 * limit)  # noqa: E731
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", replaced)
+    for module in modules:
+        monkeypatch.setattr(f"torch.nn.utils{module}.clip_grad_norm_", replaced)
     same_as_plain(tmp_path)
 
 
