@@ -108,7 +108,7 @@ def cast_scaled_rows(
         x: (R, C), not empty; bf16, fp16 or fp32, in any strides.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rows, columns: which of the copies to make.
-        by: None, or (C,) fp32: what x is multiplied by in fp32 before.
+        by: None, or (C,) fp32, contiguous: what x is multiplied by in fp32 before.
 
     Returns:
         ``(R, C)`` in ``dtype`` and its scales, (R,) fp32; ``(C, R)`` in ``dtype``, the transposed copy of what columns
