@@ -1,13 +1,13 @@
-"""A gated layer between linear layers with adapters: SwiGLU that adds the adapters' products as it reads, and backward
-with all that the adapters need of its large matrices.
+"""A gated layer between linear layers with adapters: SwiGLU that adds the adapters' products as it reads, and
+its backward with every gradient of the adapters that reads the large matrices.
 
     G = gate + s_g t_g B_g^T,  U = up + s_u t_u B_u^T,  h = silu(G) U          t = h A^T
     D = dh + dt A,  dU = D silu(G),  dG = D U silu'(G)
     dt_g = s_g dG B_g,  dt_u = s_u dU B_u,  dB_g = s_g dG^T t_g,  dB_u = s_u dU^T t_u,  dA = dt^T h
 
-gate, up and dh are products with frozen weights, A is the adapter of the layer that reads h. As products of their own
-the adapters write and read matrices of h's size nine times in forward and backward; here they do so not at all, and
-backward computes h again, so that nothing keeps it.
+gate, up and dh are products with frozen weights, A is the adapter of the layer that reads h. As separate
+products the adapters read and write matrices of h's size nine times in forward and backward. The fused kernels add no
+such traffic, and backward recomputes h instead of keeping it.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
     logits = x w^T + b        dx = slopes w        dw += slopes^T x        db = sum of slopes
 
-of the first ``end - first`` rows, in blocks of `BLOCK`: rows past the last block are neither read nor written, and hold
-anything. Slopes must be zeros in the rest of the last block, as ``cross_entropy_`` of sorted labels leaves them.
+of the first ``end - first`` rows, in blocks of `BLOCK`: rows past the last block are neither read nor written, and may
+hold anything. Slopes must be zeros in the rest of the last block, as ``cross_entropy_`` of sorted labels leaves them.
 Made by the pass `fuse_loss` after the step was traced: no operator here has a gradient.
 """
 

@@ -12,7 +12,7 @@ padded with rows of zeros: all three products then take the fast kernels, and no
 Numbers: ``dw`` is kept in its own dtype, as eager's is: products add to it in fp32 and round once a part. ``loss`` and
 the bias's gradient are added in fp32. Everything else is computed as before.
 
-With ``rows="counted"`` the rows whose label counts are brought in front, and only these are multiplied, in any number:
+With ``rows="counted"`` the rows whose label counts move to the front, and only they are multiplied, however many:
 
     order = sort(labels != ignore); x' = x[order]; in each part the products of `stepgraph.kernels.loss.counted`
     dx = where(labels != ignore, cat(dx_i)[place of the row], 0)
@@ -37,7 +37,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 Chunks = int | Literal["auto"]
 
 _TILE = 128  # rows of a tile of a product
-_FEW_COLUMNS = 4096
+_FEW_COLUMNS = 4096  # of a head, below which rows are not sorted; an estimate
 
 
 def check_chunks(chunks: Chunks) -> None:
@@ -77,7 +77,7 @@ def _counted_unfit(head: Head) -> str | None:
         return f"{others[0].name} reads its logits"
     x, columns = head.x.meta["val"], head.shape[1]
     if x.is_cuda and columns < _FEW_COLUMNS:
-        return f"it has {columns} columns, and sorting the rows pays from {_FEW_COLUMNS} on"
+        return f"with {columns} columns, below {_FEW_COLUMNS}, sorting the rows would cost too much of what it saves"
     return None if counted.fits(x) else f"its input is {x.dtype} of {x.shape[1]} columns"
 
 
@@ -217,7 +217,7 @@ class _Writer:
         erase_unread(*sources)
 
     def _all_rows(self, build: Builder, dx: fx.Node) -> fx.Node:
-        """The gradient of all rows of x, of that of the rows that parts have."""
+        """The gradient of all rows of x, from ``dx`` of the rows in the parts."""
         return dx
 
     def _narrow(self, like: fx.Node, node: fx.Node, dim: int) -> fx.Node:
@@ -228,7 +228,7 @@ class _Writer:
 
 
 class _CountedWriter(_Writer):
-    """Brings the rows that count in front, and writes products of these."""
+    """Moves the rows that count to the front, and multiplies only those."""
 
     def __init__(self, head: Head):
         super().__init__(head)
@@ -246,7 +246,7 @@ class _CountedWriter(_Writer):
         (order,) = build.parts(build(aten.sort.stable, ranked, stable=True, dim=0, descending=True), 1)
         self.x = build(aten.index_select.default, self.x, 0, order)
         self.targets = build(aten.index_select.default, self.targets, 0, order)
-        # Where a row is then; what comes before the first that counts has none.
+        # The new place of each row; rows before the first that counts have none.
         place = build(aten.sub.Tensor, build(aten.cumsum.default, counts, 0), 1)
         self.place = build(aten.clamp.default, place, 0)
 

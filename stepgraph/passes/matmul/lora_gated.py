@@ -41,7 +41,7 @@ class _Gated(NamedTuple):
 
 
 def fuse_gated(adapters: Sequence[Adapter], aliases: Aliases) -> int:
-    """Replace each SwiGLU between ``adapters`` that fits; how many. What is left of its adapters stays true."""
+    """Replace each SwiGLU between ``adapters`` that fits; how many. ``adapters`` then describe what is left."""
     by_end = {adapter.end: adapter for adapter in adapters if adapter.addend is not None}
     by_input = {}
     for adapter in adapters:
