@@ -37,7 +37,7 @@ ROOMS = (
 #: a node of a graph calls. Operators (``torch.ops.aten._to_copy``) are public by their schema.
 PUBLIC_BY_USE = ("torch.ops.", "torch._foreach_", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
 #: Lines of Python in stepgraph/, all together. It only falls, but for what an issue asks for.
-BUDGET = 76_036
+BUDGET = 76_050
 #: Functions in stepgraph/ without all of their types. It only falls.
 UNTYPED = 148
 

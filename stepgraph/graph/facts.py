@@ -21,6 +21,9 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 T = TypeVar("T")
 higher_order = torch.ops.higher_order
 
+#: In the metadata of a constant: it is a `literal`.
+LITERAL = "literal"
+
 #: Share their argument's storage although their schema does not say so.
 _HIDDEN_VIEWS = {
     aten._reshape_alias.default,
@@ -185,6 +188,12 @@ def is_pure(node: fx.Node) -> bool:
         known = node.target.namespace in ("aten", "prims") or node.target in _PURE
         return known and bool(node.target._schema.returns)
     return node.target is operator.getitem or node.target in _PURE_HIGHER_ORDER
+
+
+def literal(node: fx.Node) -> torch.Tensor | None:
+    """The value of a constant that is a literal of the model and never changes. None for other nodes: a tensor that the
+    user holds is a constant of the graph too, and is read live."""
+    return getattr(node.graph.owning_module, node.target) if node.meta.get(LITERAL) else None
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ from torch import fx
 from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import argument, is_cast, is_view, only_user, packet, permutation
+from stepgraph.graph.facts import argument, is_cast, is_view, literal, only_user, packet, permutation
 from stepgraph.passes.attention.backends import refusal
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.columns import columns
@@ -196,9 +196,8 @@ def _number(value: object, step: StepGraph) -> float | None:
         return float(number) if isinstance(number, (int, float)) else None
     if is_cast(value) or packet(value) in _VIEWS:
         return _number(value.args[0], step)
-    if value.op == "get_attr":
-        return float(getattr(step.module, value.target).item())
-    return None
+    held = literal(value)
+    return None if held is None else float(held)
 
 
 def _merged(ops: Sequence[_Op]) -> list[tuple]:

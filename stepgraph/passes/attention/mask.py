@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import argument, is_overload, is_pure
+from stepgraph.graph.facts import argument, is_overload, is_pure, literal
 from stepgraph.passes.attention.nodes import mask_of
 
 aten = torch.ops.aten
@@ -119,6 +119,8 @@ class Masks:
         return self._values[node]
 
     def _evaluate(self, node: fx.Node) -> torch.Tensor | str:
+        if (held := literal(node)) is not None:
+            return held.cpu()
         value = node.meta.get("val")
         if not (is_overload(node) and is_pure(node) and isinstance(value, torch.Tensor)):
             return f"its mask depends on {node.name}"
@@ -177,6 +179,8 @@ def _number(node: fx.Node) -> float | None:
     """The number that ``node``, of no dimension, is in every step."""
     if node.target is aten.scalar_tensor.default:
         return node.args[0]
+    if (held := literal(node)) is not None and held.numel() == 1:
+        return float(held)
     return 0.0 if node.target is aten.zeros.default and node.args[0] == [] else None
 
 

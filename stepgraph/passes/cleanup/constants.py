@@ -5,6 +5,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import replace
+from stepgraph.graph.facts import LITERAL
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
@@ -38,6 +39,7 @@ def fold_constants(step: StepGraph, options: object, report: PassReport) -> None
         with step.graph.inserting_before(node):
             constant = step.graph.get_attr(name)
         constant.meta.update(node.meta)
+        constant.meta[LITERAL] = True
         folded.add(constant)
         replace(node, constant)
         report.changed += 1

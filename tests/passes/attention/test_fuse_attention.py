@@ -110,6 +110,13 @@ def causal_bias(self, q):
     return torch.full(self.causal.shape, least, dtype=q.dtype, device=q.device).triu(1)[None, None]
 
 
+def where_bias(self, q):
+    """As transformers makes a mask of its booleans."""
+    index = torch.arange(q.shape[2], device=q.device)
+    shown = (index[None] <= index[:, None]).expand(q.shape[0], 1, -1, -1)
+    return torch.where(shown, torch.tensor(0.0, device=q.device, dtype=q.dtype), torch.finfo(q.dtype).min)
+
+
 def hugging_face(self, q, k, v):
     weights = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5 + causal_bias(self, q)
     return torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype), v)
@@ -304,7 +311,8 @@ def capped(self, q, k, v):
 def with_sink(less):
     def write(self, q, k, v):
         sinks = self.bias[:, :, :1, :1].expand(q.shape[0], -1, q.shape[2], -1)
-        scores = torch.cat([q @ k.mT * q.shape[-1] ** -0.5 + causal_bias(self, q), sinks], dim=-1)
+        bias = where_bias(self, q) if less else causal_bias(self, q)
+        scores = torch.cat([q @ k.mT * q.shape[-1] ** -0.5 + bias, sinks], dim=-1)
         scores = scores - scores.max(dim=-1, keepdim=True).values if less else scores
         return F.softmax(scores, dim=-1)[..., :-1] @ v
 
