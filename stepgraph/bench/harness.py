@@ -132,10 +132,8 @@ class EagerStep:
 class CapturedStep:
     """``stepgraph.capture`` of the whole step."""
 
-    def __init__(self, parts: Parts, max_autotune: bool = False, **options: Any):
+    def __init__(self, parts: Parts, **options: Any):
         passes = chosen(replace(parts.options, **options))
-        if max_autotune:
-            passes = [p.with_options(max_autotune=True) if p.name == "inductor" else p for p in passes]
         self.batch = parts.batch
         start = time.perf_counter()
         self.step = stepgraph.capture(

@@ -252,7 +252,7 @@ def triton_source(kernel: Any, grid: Any, args: Sequence[Any], kwargs: Mapping[s
 
     def take(
         kernel: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, attributes: Any, _: bool
-    ):
+    ) -> None:
         found.append(TritonSource.of(kernel, signature, constants, attributes, dict(vars(options))))
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, Tensor, (list(args), dict(kwargs)))

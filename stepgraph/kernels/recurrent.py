@@ -6,6 +6,7 @@ A captured step, whose backward is part of the graph, runs with gradient mode of
 """
 
 import functools
+from typing import Any
 
 import torch
 
@@ -42,14 +43,15 @@ def _(input, weights, hx, cx, *options):
     return output, hy, cy, input.new_empty(workspace_size(input, weights, hx, cx, *options), dtype=torch.uint8)
 
 
-def workspace_size(input, weights, hx, cx, reverse, batch_sizes, *options) -> int:
+def workspace_size(x: torch.Tensor, weights: list[torch.Tensor], hx: torch.Tensor, cx: torch.Tensor, *rest: Any) -> int:
     """Bytes of the workspace. oneDNN alone knows them: the layer runs once for each form, on zeros."""
-    forms = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (input, *weights, hx, cx))
+    reverse, batch_sizes, *options = rest
+    forms = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (x, *weights, hx, cx))
     return _workspace_size(forms, reverse, tuple(batch_sizes), *options)
 
 
 @functools.lru_cache(maxsize=64)
-def _workspace_size(forms, reverse, batch_sizes, *options) -> int:
+def _workspace_size(forms: tuple, reverse: bool, batch_sizes: tuple[int, ...], *options: Any) -> int:
     with compat.without_modes():
         input, *weights, hx, cx = (torch.empty_strided(*form[:2], dtype=form[2]).zero_() for form in forms)
         return rnn_layer(input, weights, hx, cx, reverse, list(batch_sizes), *options)[3].numel()

@@ -1,11 +1,13 @@
 """`parallelize`: makes a plain model parallel, in place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
@@ -162,7 +164,7 @@ def _sum_over_sequence(mesh: Mesh, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _with_mesh(forward, tp, module, base, *args):
+def _with_mesh(forward: Callable, tp: DeviceMesh | None, module: nn.Module, base: Callable, *args: Any) -> Any:
     return forward(module, base, tp, *args)
 
 

@@ -200,8 +200,7 @@ from torch import nn
 from stepgraph.passes import get
 
 for mode in sys.argv[1:]:
-    name, *autotune = mode.split(",")
-    passes = ["fuse_norm", "tag_regions", get("inductor", mode=name, max_autotune=bool(autotune))]
+    passes = ["fuse_norm", "tag_regions", get("inductor", mode=mode)]
     batch = torch.randn(8, 16)
     step = stepgraph.capture(nn.RMSNorm(16), lambda model, batch: model(batch).square().mean(), batch, passes=passes)
     step(batch)
@@ -220,10 +219,7 @@ def test_a_second_process_loads_from_disk(tmp_path, modes):
         command = [sys.executable, "-c", SCRIPT, *modes]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
-    pieces = {"regional": 2, "regional,autotune": 2, "full": 1}
+    pieces = {"regional": 2, "full": 1}
     note = "{} {} of {} loaded from disk)"
     assert run(*modes) == [note.format(mode, 0, pieces[mode]) for mode in modes]
-    # In the end other options: they are in the key.
-    *same, other = run(*modes, "regional,autotune")
-    assert same == [note.format(mode, pieces[mode], pieces[mode]) for mode in modes]
-    assert other == note.format("regional,autotune", 0, 2)
+    assert run(*modes) == [note.format(mode, pieces[mode], pieces[mode]) for mode in modes]

@@ -140,7 +140,6 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph": CapturedStep,
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
     "stepgraph-epilogues": lambda parts: CapturedStep(parts, epilogues="auto"),
-    "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
 }
 
 

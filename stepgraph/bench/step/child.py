@@ -143,8 +143,8 @@ class TorchaoStep(CompiledStep):
 
 
 #: Name -> the step made of the parts. `stepgraph` is `stepgraph.capture` with the options given, the others of its
-#: name change one of them (`stepgraph-max-autotune`: the counterpart of `compile-max-autotune`); `compile-guard` and
-#: `compile-tuned` are torch.compile under the rules of `stepgraph.inductor`.
+#: name change one of them; `compile-guard` and `compile-tuned` are torch.compile under the rules of
+#: `stepgraph.inductor`.
 PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "eager": EagerStep,
     "compile": CompiledStep,
@@ -169,7 +169,6 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph-fp8-rowwise-bf16-weight-gradients": lambda parts: CapturedStep(
         parts, fp8="rowwise-bf16-weight-gradients"
     ),
-    "stepgraph-max-autotune": lambda parts: CapturedStep(parts, max_autotune=True),
 }
 
 

@@ -111,7 +111,7 @@ class TritonScheduling(parts.TritonScheduling):
     def codegen_mix_order_reduction(self, node: Any) -> None:
         rules = active()
         static = all(n.is_number for n in parts.MixOrderReduction.get_numel_rnumel(node.node1))
-        if rules is None or rules.tuning is None or rules.tuning.tuned or not static:
+        if rules is None or rules.tuning is None or not static:
             return super().codegen_mix_order_reduction(node)
         self.tile = tile_of(rules.tuning, node)
         lines = parts.V.graph.wrapper_code.lines
@@ -199,7 +199,7 @@ class Install(RulesPass):
                 f"Inductor's choices already belong to {handler.__name__}: stepgraph.inductor can only extend "
                 "InductorChoices itself; unset V.set_choices_handler and config.inductor_choices_class"
             )
-        if self.rules.tuning and not self.rules.tuning.tuned:
+        if self.rules.tuning:
             narrow(graph)
         self.rules.begin()
 

@@ -31,17 +31,14 @@ FEWEST_ELEMENTS = 5 * 2**20  # below, data stays in the L2 cache and fusing gain
 class Tuning:
     """The rule. Tiles are for 2-byte values, and smaller if by the estimate of registers wider values do not fit."""
 
-    tuned: bool = False
     graphs_compiled: int = 0
     graphs_seen: int = 0
 
     def settings(self) -> tuple[Any, ...]:
-        return ("tuned_reductions", self.tuned)
+        return ("tuned_reductions",)
 
-    def mixed_tile(self, rows: int, columns: int, loads: Loads, processors: int) -> Tile | None:
-        """Tile of a reduction along rows and columns at once; None leaves it to Inductor."""
-        if self.tuned:
-            return None
+    def mixed_tile(self, rows: int, columns: int, loads: Loads, processors: int) -> Tile:
+        """Tile of a reduction along rows and columns at once."""
         width = power_of_2_from(columns)
         # Enough threads to load a row at once, but few enough for several programs per SM.
         warps = {256: 1, 512: 2, 1024: 4, 2048: 4, 4096: 8}.get(width, 1 if width < 256 else 16)
@@ -56,7 +53,7 @@ class Tuning:
     def inner_tile(self, rows: int, columns: int, loads: Loads) -> Tile | None:
         """Tile of whole rows, for a reduction along rows alone; None leaves it to Inductor."""
         width = power_of_2_from(columns)
-        if self.tuned or not 256 <= width <= LONGEST:
+        if not 256 <= width <= LONGEST:
             return None
         threads_of_row = min(512, width // 16)
         tile_rows = max(1, 128 // threads_of_row)

@@ -81,12 +81,7 @@ def fusion_guard(max_registers: int | None = None) -> Scope:
     return Scope(Rules(guard=Guard(max_registers)))
 
 
-def tuned_reductions(tuned: bool = False) -> Scope:
-    """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds.
-
-    ``tuned``: let Inductor time its own candidates instead, while it compiles; it keeps the results on disk.
-    """
+def tuned_reductions() -> Scope:
+    """Better tiles for norms and their backward under ``torch.compile``; see `Scope` for where it holds."""
     config = {"triton.mix_order_reduction_allow_multi_stages": True, "triton.mix_order_reduction_non_strict_mode": True}
-    if tuned:
-        config |= {"coordinate_descent_tuning": True, "max_autotune_pointwise": True}
-    return Scope(Rules(tuning=Tuning(tuned)), config)
+    return Scope(Rules(tuning=Tuning()), config)

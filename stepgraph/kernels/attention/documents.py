@@ -196,14 +196,14 @@ def document_attention_backward(
     )  # fmt: skip
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, offsets, *ctx.options, key_offsets, ctx.key_longest = inputs
     ctx.save_for_backward(query, key, value, *output, offsets, key_offsets)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad_out is None:
         return (None,) * 10
     *saved, key_offsets = ctx.saved_tensors

@@ -149,7 +149,7 @@ def _save(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.save_for_backward(*inputs[:3])
 
 
-def _gradient(ctx, grad):
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, offsets = ctx.saved_tensors
     need_rows, need_weight, *_ = ctx.needs_input_grad
     drows = grouped_mm(grad, weight.mT, offsets) if need_rows else None
@@ -163,7 +163,7 @@ def _weight_gradient(rows: Tensor, weight: Tensor, grad: Tensor, offsets: Tensor
     return grouped_mm_weight(rows, grad, offsets)
 
 
-def _gradient_of_gradient(ctx, grad):
+def _gradient_of_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, dy, offsets = ctx.saved_tensors
     need_rows, need_dy, *_ = ctx.needs_input_grad
     drows = grouped_mm(dy, grad.mT, offsets) if need_rows else None

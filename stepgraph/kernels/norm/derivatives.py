@@ -53,7 +53,7 @@ def _differentiable(name: str, setup_context: Callable, backward: Callable) -> C
 
     class Transformed(torch.autograd.Function):
         @staticmethod
-        def forward(*arguments):
+        def forward(*arguments: Any) -> Any:
             return operator(*arguments)
 
     Transformed.setup_context = staticmethod(setup_context)
@@ -119,14 +119,16 @@ class _Direct(torch.autograd.Function):
     """`norm` without the dispatcher: y, then h if the call has it."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, residual, options):
+    def forward(
+        ctx: Any, x: Tensor, weight: Optional, bias: Optional, residual: Optional, options: Options
+    ) -> Tensor | tuple[Tensor, Tensor]:
         y, h, mean, rstd = operators.forward(options, x, weight, bias, residual, True)[:4]
         _save(ctx, options, x, weight, residual, h, mean, rstd)
         # h is always an output: a second derivative goes through it.
         return y if h is None else (y, h)
 
     @staticmethod
-    def backward(ctx, dy, dh=None):
+    def backward(ctx: Any, dy: Optional, dh: Optional = None) -> tuple[Optional, ...]:
         return *gradients(ctx.call, ctx.needs_input_grad[:4], ctx.saved_tensors, dy, dh), None
 
 
@@ -155,14 +157,14 @@ def norm(
     return (y, x if residual is None else h) if prenorm else y
 
 
-def _operator_setup(ctx, inputs, output):
+def _operator_setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, weight, _, residual, *options, _ = inputs
     _, h, mean, rstd = output
     _save(ctx, tuple(options), x, weight, residual, h, mean, rstd)
     ctx.mark_non_differentiable(*(t for t in (mean, rstd) if t is not None))
 
 
-def _operator_backward(ctx, dy, dh, *_):
+def _operator_backward(ctx: Any, dy: Optional, dh: Optional, *_: Optional) -> tuple[Optional, ...]:
     return *gradients(ctx.call, ctx.needs_input_grad[:4], ctx.saved_tensors, dy, dh), *[None] * (len(Norm._fields) + 1)
 
 
@@ -192,15 +194,15 @@ def _vjp(function: Any, inputs: list[Optional], cotangents: tuple[Optional, ...]
     return result
 
 
-def _setup_second(ctx, inputs, output):
+def _setup_second(ctx: Any, inputs: tuple, output: tuple) -> None:
     dy, h, weight, _, _, dh, *options = inputs
     ctx.norm, ctx.options = operators.from_options(*options[:4]), options[4:]
     ctx.save_for_backward(dy, h, weight, dh)
     ctx.set_materialize_grads(False)
 
 
-def _second(ctx, *cotangents):
-    def first(dy, h, weight, dh):
+def _second(ctx: Any, *cotangents: Optional) -> tuple[Optional, ...]:
+    def first(dy: Tensor, h: Tensor, weight: Optional, dh: Optional) -> tuple[Optional, ...]:
         stats = reference.statistics(ctx.norm, h)
         return reference.backward(ctx.norm, dy, h, weight, *stats, dh, *ctx.options)
 

@@ -7,7 +7,7 @@ heads and per-head weights, the weights and their gradients are sharded like the
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 import stepgraph.kernels.norm.operators  # noqa: F401  (defines what is registered for below)
@@ -15,7 +15,7 @@ import stepgraph.kernels.norm.operators  # noqa: F401  (defines what is register
 ops = torch.ops.stepgraph
 
 
-def _refuse_hidden(name: str, tensor) -> None:
+def _refuse_hidden(name: str, tensor: DTensor) -> None:
     hidden = tensor.ndim - 1
     if any(placement.is_shard(hidden) for placement in tensor.placements):
         raise ValueError(
@@ -30,7 +30,7 @@ def check(x: torch.Tensor) -> None:
         _refuse_hidden("x", x)
 
 
-def _strategies(dims: int, weight, strategy: Callable) -> list:
+def _strategies(dims: int, weight: torch.Tensor | None, strategy: Callable) -> list:
     """``strategy(rows, weights, weight gradients)`` for tensors replicated, and sharded in each leading dimension."""
     found = [strategy(Replicate(), Replicate(), Replicate())]
     for dim in range(dims - 1):
@@ -39,7 +39,7 @@ def _strategies(dims: int, weight, strategy: Callable) -> list:
     return found
 
 
-def _if(present, placement):
+def _if(present: object, placement: Placement) -> Placement | None:
     return None if present is None or present is False else placement
 
 
@@ -47,7 +47,7 @@ def _if(present, placement):
 def _norm(x, weight, bias, residual, out_dtype, kind, eps, weight_offset, keep_h):
     _refuse_hidden("x", x)
 
-    def strategy(rows, weights, _):
+    def strategy(rows: Placement, weights: Placement, _: Placement) -> tuple[list, list]:
         h = rows if residual is not None and keep_h else None
         outputs = [rows, h, rows if kind == "layer" else None, rows]
         inputs = [rows, _if(weight, weights), _if(bias, weights), _if(residual, rows)]
@@ -62,7 +62,7 @@ def _norm_backward(
 ):
     _refuse_hidden("h", h)
 
-    def strategy(rows, weights, sums):
+    def strategy(rows: Placement, weights: Placement, sums: Placement) -> tuple[list, list]:
         outputs = [_if(need_dx, rows), _if(need_dw, sums), _if(need_db, sums)]
         inputs = [rows, rows, _if(weight, weights), _if(mean, rows), rows, _if(dh, rows)]
         return outputs, inputs + [None] * 8

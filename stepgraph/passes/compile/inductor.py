@@ -64,14 +64,12 @@ _KNOWN_WRITERS = ("aten", "prims", "stepgraph", "_c10d_functional", autocast.NAM
 
 @dataclass(frozen=True)
 class InductorOptions:
-    """``mode``: compile all, or only the regions that are tagged. ``max_autotune``: let Inductor time its choices while
-    it compiles (minutes, on a GPU). ``cut_blocks``: cut between repeated blocks, of which there are four or more;
-    without, kernels may span two of them, and the time to compile grows with their number. ``any_length``: compile
-    pieces so that they serve batches of any length. ``dry_run``: compile nothing, only note for the capture of another
-    length what pieces there are."""
+    """``mode``: compile all, or only the regions that are tagged. ``cut_blocks``: cut between repeated blocks, of which
+    there are four or more; without, kernels may span two of them, and the time to compile grows with their number.
+    ``any_length``: compile pieces so that they serve batches of any length. ``dry_run``: compile nothing, only note for
+    the capture of another length what pieces there are."""
 
     mode: Literal["full", "regional"] = "full"
-    max_autotune: bool = False
     cut_blocks: bool = True
     any_length: bool = False
     dry_run: bool = False
@@ -110,14 +108,12 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         from stepgraph.inductor.communication import keep_order  # imports Inductor, which takes seconds
 
         config |= keep_order(ours, lasting=(collectives.REDUCE_BEGIN, collectives.ROWS_BEGIN))
-    if options.max_autotune:
-        config |= {"max_autotune": True, "coordinate_descent_tuning": True}
     guard = None
     if _on_cuda(step):
         from stepgraph.inductor import fusion_guard, tuned_reductions
 
         guard = fusion_guard()
-        config |= (guard | tuned_reductions(tuned=options.max_autotune)).options
+        config |= (guard | tuned_reductions()).options
     for node in step.calling(aten._efficientzerotensor.default):
         # Tangents of torch.func.jvp: compiled code writes products of them by `out=`, which these refuse.
         replace(node, Builder(node, before=node)(aten.zeros.default, *node.args, **node.kwargs))

@@ -230,12 +230,6 @@ def test_guard_and_tuning_hold_together(codegen, norm, tmp_path):
         assert codegen.generate(graph).mixed == []
 
 
-def test_tuned_mode_leaves_tiles_to_inductor_s_timing(codegen, norm):
-    options = tuned_reductions(tuned=True).options
-    assert options["coordinate_descent_tuning"] and options["max_autotune_pointwise"]
-    assert Tuning(tuned=True).mixed_tile(16384, 4096, Loads((2, 2), (4,), (2,), 1), 132) is None
-
-
 def test_nothing_changes_outside(codegen, norm):
     graph = norm("rms", 16384, 4096)["backward"]
     before = codegen.generate(graph).wrapper
