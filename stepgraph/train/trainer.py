@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import statistics
 import sys
 import threading
@@ -184,7 +183,6 @@ class Run:
         self.config.validate()
         self.chat = data.source.chat
         self.loader, batches = start.open_batches(config, data, mesh)
-        self.unigram = None if config.loss == "dpo" else self.ranks.first(data.unigram_entropy)
         for cache in self.loader.caches:
             cache.start(self.say)  # from here on, only its thread reads the source
         with Waiting(self.say, "tokenizing all documents, to count the rows of an epoch"):
@@ -232,8 +230,7 @@ class Run:
         again = f", restarted after step {self.step}" if self.restarted else f", resumed after step {self.step}"
         self.say(f"run folder {path}" + (again if self.restarted or source else ""))
         self.say(start.options_lines(config, resumed=config.resume is not None))
-        entropy = "" if self.unigram is None else f"; unigram entropy {self.unigram:.4f} nats"
-        self.say(f"data {data.description}{entropy}")
+        self.say(f"data {data.description}")
         self.say(f"tokens: {'; '.join(cache.describe() for cache in self.loader.caches)}")
         if epochs:
             self.say(epochs)
@@ -605,13 +602,8 @@ class Run:
             with self.failures.noted(Exception):
                 write()
         if status == "finished":
-            simple, model = (self.unigram, "a context-free model") if self.unigram else (math.log(2), "no preference")
-            worse = self.val_loss >= simple
-            self.say(
-                f"done: {self.step} step{'s' * (self.step != 1)} in {format_seconds(summary.wall_s)}; validation loss "
-                f"{self.val_loss:.4f}, {'still worse' if worse else 'better'} than {model} "
-                f"({simple:.4f}){': train longer' if worse else ''}"
-            )
+            steps = f"{self.step} step{'s' * (self.step != 1)} in {format_seconds(summary.wall_s)}"
+            self.say(f"done: {steps}; validation loss {self.val_loss:.4f}")
         names = [name for name in _RECORDS if (path / name).exists()]
         self.say(f"records in {path}: {', '.join(names)}" if names else f"no records in {path}")
         if self.saving.saved_step is not None and (path / "checkpoints").exists():
@@ -644,7 +636,6 @@ class Run:
             repeated_steps=self.repeated_steps,
             train_loss_nats=self.last_loss,
             val_loss_nats=self.val_loss,
-            unigram_entropy_nats=self.unigram,
             tokens_per_s=tokens_per_s,
             step_ms_median=median,
             mfu=mfu(tokens_per_s, self.flops_per_token, self.peak) if tokens_per_s else None,

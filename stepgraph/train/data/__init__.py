@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from stepgraph.train.data.chat import ChatTokenizer, PairTokenizer
-from stepgraph.train.data.loader import Batch, MixedLoader, PackedLoader, entropy, unigram, validation_batches
+from stepgraph.train.data.loader import Batch, MixedLoader, PackedLoader, validation_batches
 from stepgraph.train.data.several import Part, open_parts, open_source, open_validation, require_one_kind
 from stepgraph.train.data.sources import Corpus, Source
 from stepgraph.train.data.token_cache import default_folder
@@ -24,10 +24,6 @@ class DataBundle:
     def source(self) -> Corpus:
         """The first source; all hold the same kind of documents."""
         return self.parts[0].source
-
-    def unigram_entropy(self) -> float:
-        """The entropy of the tokens' frequencies in the data, in nats; a mixture's parts count by their shares."""
-        return entropy(sum(part.share * unigram(part.source, self.tokenizer) for part in self.parts))
 
 
 def open_data(

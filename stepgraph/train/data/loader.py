@@ -214,32 +214,6 @@ def validation_batches(
     return batches
 
 
-def entropy(p: np.ndarray) -> float:
-    """In nats, of probabilities (V,).
-
-    Source: Shannon, "A mathematical theory of communication", 1948: H = -sum p log p.
-    """
-    p = p[p > 0]
-    return float(-(p * np.log(p)).sum()) + 0.0  # not -0.0
-
-
-def unigram(source: Corpus, tokenizer: Tokenizer) -> np.ndarray:
-    """The share of each token (V,) in both splits: of text with its end-of-text tokens, of conversations what the
-    assistant says. Documents are read in a fixed mixed order until as many are counted as ``source`` says.
-    """
-    counts, total = np.zeros(tokenizer.vocab_size, dtype=np.int64), 0
-    for text in source.texts(None):
-        tokens = tokenizer.encode(text)
-        counted = tokens[tokens >= 0] if source.chat else np.append(tokens, tokenizer.eos_id)
-        counts += np.bincount(counted, minlength=len(counts))
-        total += len(counted)
-        if total >= source.most_sampled:
-            break
-    if not total:
-        raise ValueError(f"{source.name}: no message is from the assistant, so nothing is learned: add some that are")
-    return counts / total
-
-
 def to_batch(rows: np.ndarray, source: Corpus) -> Batch:
     """Rows (B, 1, T + 1) of the stream, or (B, 2, T + 1) with positions, as `PackedLoader.row` gives them, in a batch;
     its tensors share no memory. ``targets_per_row``: of conversations; ``pairs_per_row``: of pairs."""

@@ -30,7 +30,6 @@ class Corpus(ABC):
         name: what the user asked for, for messages.
         unit: what a document is, in the plural ("files").
         chat: a document is a conversation, the JSON of a list of messages.
-        most_sampled: tokens at most of which a statistic of all is taken.
         field: the field that holds the documents, where the data has several; empty for other data.
         blocks: the block of each document where documents are loaded a block at a time (parquet row groups), or None.
     """
@@ -38,7 +37,6 @@ class Corpus(ABC):
     name: str
     unit = "documents"
     chat: bool = False
-    most_sampled = 20_000_000
     field = ""
     fingerprint: str
     blocks: np.ndarray | None = None
@@ -49,8 +47,8 @@ class Corpus(ABC):
         return self.unit == PAIRS
 
     @abstractmethod
-    def texts(self, split: str | None) -> Iterator[bytes]:
-        """The documents of split "train" or "val", or of both, in a fixed mixed order, one by one."""
+    def texts(self, split: str) -> Iterator[bytes]:
+        """The documents of split "train" or "val" in a fixed mixed order, one by one."""
 
     @abstractmethod
     def only_validation(self) -> None:
@@ -104,9 +102,8 @@ class Source(Corpus):
     def documents(self, split: str) -> np.ndarray:
         return self.train if split == "train" else self.val
 
-    def texts(self, split: str | None) -> Iterator[bytes]:
-        documents = np.concatenate([self.train, self.val]) if split is None else self.documents(split)
-        return (self.read(int(index)) for index in self.order(documents))
+    def texts(self, split: str) -> Iterator[bytes]:
+        return (self.read(int(index)) for index in self.order(self.documents(split)))
 
     def following(self, documents: np.ndarray, first: int, row: int) -> Iterator[tuple[bytes, int, int]]:
         for place in range(first, len(documents)):

@@ -52,8 +52,6 @@ class Summary:
     """Cross-entropy of the last step's batch, nats per token."""
     val_loss_nats: float | None
     """Cross-entropy on the validation data at the last validation, nats per token."""
-    unigram_entropy_nats: float | None
-    """Entropy of the training tokens' frequencies, nats per token: what a model that ignores context can reach."""
     tokens_per_s: float | None
     """Training tokens per second of all devices together, from the median step."""
     step_ms_median: float | None

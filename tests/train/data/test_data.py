@@ -1,7 +1,6 @@
-"""Packing, resuming, splits and entropy: the properties of the stream that a training run reads."""
+"""Packing, resuming and splits: the properties of the stream that a training run reads."""
 
 import json
-import math
 import threading
 import time
 from collections import Counter
@@ -22,7 +21,6 @@ from stepgraph.train.data import (
     validation_batches,
 )
 from stepgraph.train.data import loader as data_loader
-from stepgraph.train.data.loader import entropy, unigram
 from stepgraph.train.data.sources import SECTION_BYTES, Sections, Stdlib, cut_sections, mix64, shuffled, split_by_hash
 
 EOS = ByteTokenizer.eos_id
@@ -247,28 +245,6 @@ def test_the_sizes_that_a_too_small_validation_split_is_offered_do_fit(length, w
         assert len(validation_batches(source, ByteTokenizer(), **sizes, **options)) == 1
 
 
-def test_unigram_entropy_is_that_of_the_counts():
-    texts = [b"abracadabra", b"", b"hello world" * 3, bytes(range(256))]
-    counts = Counter(token for text in texts for token in [*text, EOS])
-    total = sum(counts.values())
-    expected = -math.fsum(n / total * math.log(n / total) for n in counts.values())
-    assert entropy(unigram(Documents(texts), ByteTokenizer())) == pytest.approx(expected, rel=1e-12)
-
-
-def test_unigram_entropy_stops_at_its_cap():
-    class Counting(Documents):
-        reads = 0
-
-        def read(self, index):
-            self.reads += 1
-            return super().read(index)
-
-    source = Counting([b"x" * 99] * 50)
-    source.most_sampled = 1000
-    unigram(source, ByteTokenizer())
-    assert source.reads == 10
-
-
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=2, max_size=200))
 def test_hash_split_is_disjoint_complete_and_never_empty(hashes):
     train, val = split_by_hash(np.array(hashes, dtype=np.uint64))
@@ -366,14 +342,6 @@ def test_stdlib_split_depends_on_names_only_and_broken_files_are_read_as_bytes(t
     empty.mkdir()
     with pytest.raises(ValueError, match=r"holds no \*\.py files: use --data FILE\.txt"):
         Stdlib(empty)
-
-
-def test_stdlib_entropy_is_quick_and_plausible():
-    bundle = open_data("stdlib", "bytes")
-    start = time.process_time()  # others may use the processors too
-    entropy = bundle.unigram_entropy()
-    assert time.process_time() - start < 2
-    assert 2.8 < entropy < 3.6  # nats; Python source is a little under five bits a byte
 
 
 def test_loading_is_no_bottleneck():

@@ -153,7 +153,7 @@ def test_weights_and_names_of_a_mixture(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="each set counts the same and has no weight: write "):
         open_validation(f"{a}:0.5,{b}:0.5")
     bundle = open_data(f"{a}:3,{b}:1")
-    assert bundle.description.startswith("75.0% ") and 0 < bundle.unigram_entropy() < 2
+    assert bundle.description.startswith("75.0% ")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def summary(**changes):
         "repeated_steps": 0,
         "train_loss_nats": 2.0,
         "val_loss_nats": 2.5,
-        "unigram_entropy_nats": 3.2,
         "tokens_per_s": 2000.0,
         "step_ms_median": 1000.0,
         "mfu": None,

@@ -84,7 +84,6 @@ def cannot_load(name: str, error: Exception, datasets: ModuleType) -> ValueError
 
 
 _BLOCK = 4096  # rows of which it is found out together which are for validation
-SAMPLED_TOKENS = 1_000_000  # of which the unigram entropy is taken: they are read before the run begins
 
 
 class Streamed(Corpus):
@@ -95,8 +94,6 @@ class Streamed(Corpus):
     Attributes:
         files: how many files, or other shards, the train split has.
     """
-
-    most_sampled = SAMPLED_TOKENS
 
     def __init__(self, spec: str, text_field: str):
         self.name = f"hf-stream:{spec}"
@@ -134,14 +131,14 @@ class Streamed(Corpus):
                     yield document, place, number + 1
             row = 0
 
-    def texts(self, split: str | None) -> Iterator[bytes]:
+    def texts(self, split: str) -> Iterator[bytes]:
         if split == "val" and self._validation is not None:
             for number, row in enumerate(self._checked(self._validation.select_columns(self._columns), "validation")):
                 yield self._decode(row, "validation", number)
             return
         for file in self.order(self.documents("val")).tolist():
             for number, document in self._rows(file, 0):
-                if split is None or self._is_validation(file, number) == (split == "val"):
+                if self._is_validation(file, number) == (split == "val"):
                     yield document
 
     def only_validation(self) -> None:
