@@ -26,7 +26,7 @@ from dataclasses import replace as replace_fields
 import torch
 from torch import fx
 
-from stepgraph.graph.aliases import Aliases, is_written
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import RESHAPES, behind_reshapes, is_cast, is_mutating, only_user, swapped
 from stepgraph.graph.order import readers
@@ -70,13 +70,14 @@ def lora(step: StepGraph, options: LoraOptions, report: PassReport) -> None:
         a.base is not None and aliases.root(a.base.args[-2]) is not aliases.root(a.down.forward.a.node)
         for a in adapters
     )
+    settled = set(_settled(adapters, aliases))
     gated = fuse_gated(adapters, aliases) if options.gated else 0
     left: Counter[str] = Counter(adapter.why_not for adapter in adapters if adapter.why_not)
     joined = sum(_join_down(group) for group in groups)
     added = [adapter for adapter in adapters if adapter.why_not is None]
     for adapter in added:
         _add(adapter)
-    scaled = [adapter for adapter in adapters if _scale_backward(adapter)]
+    scaled = [adapter for adapter in adapters if _scale_backward(adapter, settled)]
     sums = _sum_input_gradients(adapters, aliases)
     gradients = sum(_join_gradients(group, aliases) for group in groups)
     changed = {id(adapter) for adapter in (*added, *scaled)} | {id(a) for g in groups if len(g) > 1 for a in g}
@@ -152,19 +153,18 @@ def _add(adapter: Adapter) -> None:
     replace(end, build.view(y, end.meta["val"].shape), sweep=True)
 
 
-def _scale_backward(adapter: Adapter) -> bool:
+def _scale_backward(adapter: Adapter, settled: set[fx.Node]) -> bool:
     """Leave the scale of the output's gradient to the products that read it."""
-    if adapter.scale == 1:
-        return False
     done = False
     for product in (adapter.up.input_gradient, adapter.up.weight_gradient):
-        if product is None or product.node.target is not aten.mm.default:
+        if product is None or product.node not in settled:
             continue
         build = Builder(product.node, before=product.node)
-        dy = _unscaled(product.node.args[0], adapter.scale, build)
-        if dy is None:
-            continue
-        new = build(SUM, [dy], [product.node.args[1]], None, adapter.scale)
+        matrix, scaled = product.node.args[0], _scaled(product.node, adapter.scale)
+        turned = matrix.target is aten.t.default
+        shape = (matrix.args[0] if turned else matrix).meta["val"].shape
+        dy = build.view(build.contiguous(scaled.args[0]), shape)
+        new = build(SUM, [build(aten.t.default, dy) if turned else dy], [product.node.args[1]], None, adapter.scale)
         if product is adapter.up.input_gradient:
             adapter.up.input_gradient = product._replace(node=new)
         else:
@@ -174,17 +174,25 @@ def _scale_backward(adapter: Adapter) -> bool:
     return done
 
 
-def _unscaled(node: fx.Node, scale: float, build: Builder) -> fx.Node | None:
-    """The matrix ``node`` before it was multiplied by ``scale``, or None."""
-    if node.target is aten.t.default:
-        found = _unscaled(node.args[0], scale, build)
-        return None if found is None else build(aten.t.default, found)
-    shape, node = node.meta["val"].shape, behind_reshapes(node)
-    if is_written(node) or any(map(is_written, node.all_input_nodes)):
-        return None
-    if node.target is not aten.mul.Tensor or node.args[1] != scale or node.meta["val"].dtype != _dtype(node.args[0]):
-        return None
-    return build.view(build.contiguous(node.args[0]), shape)
+def _settled(adapters: Sequence[Adapter], aliases: Aliases) -> Iterator[fx.Node]:
+    """Products of the output's gradient with a scale, while nothing writes to that gradient or to its multiple."""
+    at = aliases.position
+    for adapter in adapters:
+        for product in (adapter.up.input_gradient, adapter.up.weight_gradient):
+            node = None if product is None or product.node.target is not aten.mm.default else product.node
+            scaled = None if node is None or adapter.scale == 1 else _scaled(node, adapter.scale)
+            if scaled is not None and not any(
+                aliases.written_between(read, at[scaled], at[node]) for read in (scaled, scaled.args[0])
+            ):
+                yield node
+
+
+def _scaled(product: fx.Node, scale: float) -> fx.Node | None:
+    """What the first matrix of ``product`` is in another shape, if that was multiplied by ``scale``, or None."""
+    matrix = product.args[0]
+    node = behind_reshapes(matrix.args[0] if matrix.target is aten.t.default else matrix)
+    multiplied = node.target is aten.mul.Tensor and node.args[1] == scale
+    return node if multiplied and node.meta["val"].dtype == _dtype(node.args[0]) else None
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -200,7 +200,17 @@ def written_low(layer, x):
     return layer.base(x) + layer.b(low) * layer.scale
 
 
-@pytest.mark.parametrize("forward", [overwritten, read_twice, written_low])
+def written_gradient(layer, x):
+    kept = []
+    added = layer.b(layer.a(x))
+    y = layer.base(x) + added * layer.scale
+    pair = torch.cat([y, y.detach()], dim=-1)
+    pair.register_hook(kept.append)  # that of y is a view of this gradient
+    added.register_hook(lambda _: kept.append(kept[0][0].zero_()))
+    return pair[..., : y.shape[-1]]
+
+
+@pytest.mark.parametrize("forward", [overwritten, read_twice, written_low, written_gradient])
 def test_writes_and_readers_between_the_products(forward, monkeypatch):
     monkeypatch.setattr(Adapted, "forward", forward)
     plain = model()
