@@ -199,6 +199,7 @@ class Recorder:
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
         self._apart: list[tuple[int, int]] = []  # of re-entrant checkpoints, inner ones first: the numbers of autograd
+        self._results: set[Any] = set()  # what gives the results of these their gradients
         self._reentrant = 0  # open re-entrant checkpoints
         self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
@@ -294,7 +295,7 @@ class Recorder:
                 compat.watch_autocast(self._refuse_unclosed) as self._casts,
                 autocast.Kept(self._casts),
                 self._formulas(),
-                compat.intercept_checkpoint(self._in_checkpoint),
+                compat.intercept_checkpoint(self._in_checkpoint, self._returned),
                 self._repeats if self._repeats.calls else contextlib.nullcontext(),
             ):
                 yield
@@ -347,6 +348,10 @@ class Recorder:
             if reentrant:
                 self._apart.append((start, compat.current_sequence_nr()))
 
+    def _returned(self, result: Any) -> None:
+        results = result if isinstance(result, tuple) else (result,)
+        self._results.update(one.grad_fn for one in results if isinstance(one, torch.Tensor))
+
     @contextlib.contextmanager
     def _run_again(self, call: int, stack: list[str], drawn: list[torch.Tensor]) -> Iterator[None]:
         """The second run of a call of ``torch.utils.checkpoint`` that was made inside ``stack``."""
@@ -365,8 +370,9 @@ class Recorder:
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
         checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
-        of the model (``frozen``: its name by its id), or into one from outside; also where eager adds up a parameter's
-        gradients in another order, see `_refuse_order`, where it is to be ``exact``.
+        of the model (``frozen``: its name by its id), into one from outside, or into one that a re-entrant checkpoint
+        stores; also where eager adds up a parameter's gradients in another order, see `_refuse_order`, where it is to
+        be ``exact``.
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
@@ -386,6 +392,9 @@ class Recorder:
             owner = owners and owners.of(node)
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
+            for one, _ in node.next_functions if self._apart else ():
+                if one is not None and self._leaves_checkpoint(node, one):
+                    _refuse_stored(self._forward.get(one._sequence_nr()))
             if self._apart and self.exact:
                 for one, _ in node.next_functions:
                     if id(compat.leaf_of(_uncast(one))) in known:
@@ -396,6 +405,14 @@ class Recorder:
             in_order = self._is_in_order(sorted(numbers, reverse=True), self.exact > 1)
             if not in_order or (is_cast and len(set(self._groups(numbers))) > 1):
                 _refuse_order(compat.leaf_of(_uncast(one)), self._forward.get(max(numbers)))
+
+    def _leaves_checkpoint(self, user: Any, made: Any) -> bool:
+        """Whether ``made`` is of an operator inside a re-entrant checkpoint, which does not return its result, and
+        ``user`` of one outside. Autocast keeps casts of parameters for both."""
+        if made in self._results or compat.leaf_of(_uncast(made)) is not None:
+            return False
+        read, number = user._sequence_nr(), made._sequence_nr()
+        return any(a < number <= b and not a < read <= b for a, b in self._apart)
 
     def _groups(self, numbers: Sequence[int]) -> list[int]:
         """For each of these ``numbers`` of autograd, the re-entrant checkpoint that it is of, or -1."""
@@ -471,6 +488,15 @@ def _refuse_order(parameter: torch.Tensor, where: Provenance | None) -> None:
         f"a parameter of shape {list(parameter.shape)} is used several times in and around a re-entrant "
         f"torch.utils.checkpoint, such as in {path} ({source}), and eager adds up its gradients in another order than "
         "a captured step; use use_reentrant=False, or passes that round differently"
+    )
+
+
+def _refuse_stored(where: Provenance | None) -> None:
+    """Eager's first run of a re-entrant checkpoint is one without gradients; only what it returns gets some."""
+    raise CaptureError(
+        f"the loss depends on a tensor that {where.place if where else 'the model'} computes under a re-entrant "
+        "torch.utils.checkpoint, which does not return it, such as a router's logits; eager computes no gradient of "
+        "it; use use_reentrant=False"
     )
 
 

@@ -215,11 +215,12 @@ def _saved_last(function: Callable) -> Callable:
 @contextlib.contextmanager
 def intercept_checkpoint(
     region: Callable[[bool, bool], contextlib.AbstractContextManager[Again | None]],
+    returned: Callable[[Any], None],
 ) -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint`` runs its function in the context ``region``, which receives whether it is to
     draw the same random numbers when it runs again, and whether eager's first run is one without gradients. If that
     gives None, the function does not run again, and backward has the values of forward; else it runs again in
-    backward, in the context that this gives.
+    backward, in the context that this gives. ``returned`` receives what the re-entrant variant returns.
 
     A trace records the second run, and wrongly if the function draws random numbers: eager restores the generator's
     state on the host, which no graph node does. Both variants of checkpoint look up the two replaced names in their
@@ -292,14 +293,17 @@ def intercept_checkpoint(
                     check_nesting(repeated)
                     # It runs again as a whole, once the gradients of all its results are there.
                     with torch_checkpoint.set_checkpoint_early_stop(False):
-                        return torch_checkpoint.checkpoint(
+                        result = torch_checkpoint.checkpoint(
                             _saved_last(counted(function)),
                             *args,
                             use_reentrant=False,
                             preserve_rng_state=preserve_rng_state,
                         )
-                with torch.set_grad_enabled(needed):
-                    return function(*args)
+                else:
+                    with torch.set_grad_enabled(needed):
+                        result = function(*args)
+                returned(result)
+                return result
 
     def recording(*args: Any) -> Any:
         if repeated:

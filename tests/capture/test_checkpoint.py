@@ -411,6 +411,31 @@ def test_a_weight_in_two_re_entrant_calls_is_refused_with_accumulation():
     assert step.verify(torch.randn(4, 4)).bitwise
 
 
+class Routed(nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.first, self.block, self.keep = nn.Linear(4, 4), nn.Linear(4, 4), keep
+
+    def forward(self, x):
+        kept = []
+
+        def run(x):
+            y = self.block(x)
+            kept.append(self.keep(y.sin()))
+            return x * y
+
+        return checkpoint(run, self.first(x), use_reentrant=True) + kept[0]
+
+
+def test_a_tensor_that_leaves_a_re_entrant_call_unreturned_is_refused():
+    """Routers' logits, of which eager has no gradient."""
+    for passes in ("exact", stepgraph.StepOptions(inductor="off")):
+        with pytest.raises(CaptureError, match=r"does not return it.*use_reentrant=False"):
+            stepgraph.capture(Routed(lambda y: y), shared_loss, torch.randn(3, 4), passes=passes)
+    x = torch.randn(3, 4)
+    assert stepgraph.capture(Routed(torch.detach), shared_loss, x, passes="exact").verify(x).bitwise
+
+
 def test_gradients_leave_a_re_entrant_call_laid_out_as_its_argument():
     """Products round by the order in memory of what they multiply."""
 
