@@ -66,6 +66,10 @@ def noting_refusals(noted: list[Exception]) -> Iterator[None]:
         CaptureError._noted = before
 
 
+class UnlikeError(CaptureError):
+    """The microbatches of a batch cannot share one graph."""
+
+
 class TraceError(CaptureError, RuntimeError):
     """An error of torch's while a step was traced or rewritten, which is its cause."""
 

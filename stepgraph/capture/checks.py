@@ -19,7 +19,7 @@ from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
 from stepgraph.capture.python.values import counts, is_under_torch
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
-from stepgraph.errors import CaptureError, unknown_name
+from stepgraph.errors import CaptureError, UnlikeError, unknown_name
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
@@ -41,7 +41,7 @@ def check_microbatches(leaves: Sequence[Any], accumulate: int) -> None:
 def check_alike(alike: bool, accumulate: int) -> None:
     """Raise unless Python would read the same values of every microbatch, which share a graph."""
     if not alike:
-        raise CaptureError(
+        raise UnlikeError(
             f"forward reads values of the batch, such as lengths or grids, that differ between its {accumulate} "
             "microbatches, which run one graph; capture with accumulate=1"
         )

@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.batch import flatten_batch, form, rebuilt
+from stepgraph.capture.batch import flatten_batch, form, masks_of_ones, rebuilt
 from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
 from stepgraph.compat.replaced import replaced
-from stepgraph.errors import warn_caller
+from stepgraph.errors import UnlikeError, warn_caller
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts, whole_state
 from stepgraph.parallel.ranks import Ranks
-from stepgraph.passes import Passes, Target, prepare
+from stepgraph.passes import Passes, Target, prepare, resolve
 from stepgraph.run.bound import RandomState
 from stepgraph.step import CapturedStep, capture
 
@@ -89,7 +89,8 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
 
     With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
     here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
-    in shape or in a scalar, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
+    in shape, in a scalar, in values that forward reads, or, with exact passes in one process, in masks that eager
+    drops, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
     The same if gradients may be read and changed: by a callback's ``on_pre_optimizer_step``, ``on_optimizer_step``
     or ``on_substep_end``, a replaced ``training_step``, or clipping that is not ``Trainer``'s. Another
     ``max_grad_norm`` or optimizer is captured again.
@@ -112,6 +113,8 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         self._loads_from = ""
         super().__init__(*args, **kwargs)
         self._passes = tuple(passes) if isinstance(passes, Iterable) and not isinstance(passes, str) else passes
+        target = Target(self.args.device.type)
+        self._is_exact = all(one.tier == "exact" for one in resolve(self._passes, (), target))
         #: By what the graph has taken from the trainer: number of microbatches, their class, limit and optimizer.
         self._steps: dict[tuple, CapturedStep] = {}
         self._apart: dict[tuple, CapturedStep] = {}
@@ -379,12 +382,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         count, optimizer = len(microbatches), getattr(self.optimizer, "optimizer", self.optimizer)
         key = count, self._class, max(self.args.max_grad_norm, 0), optimizer
         often = key not in self._steps and len(self._steps) >= _CAPTURES
-        if (
-            key in self._uncaptured
-            or often
-            or self._changes_gradients(model)
-            or len({_form(batch) for batch in microbatches}) > 1
-        ):
+        if key in self._uncaptured or often or self._changes_gradients(model) or not self._are_alike(microbatches):
             return self._gradients_apart(model, microbatches, count)
         batch = _together(microbatches)
         if key not in self._steps:
@@ -393,7 +391,10 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             except ValueError as error:  # of the optimizer, or of microbatches that differ, or the loss raises it too
                 return self._without_optimizer(model, microbatches, key, error)
         step = self._steps[key]
-        loss = step(batch)
+        try:
+            loss = step(batch)
+        except UnlikeError as error:  # it captures again
+            return self._without_optimizer(model, microbatches, key, error)
         if EACH in step.metrics:
             loss = self._add_up(loss, step.metrics[EACH].unbind())
         self._keep_metrics(step)
@@ -401,6 +402,12 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         # What is logged: gradients are clipped already, and gone.
         self._clip_once(lambda *args, **kwargs: step.metrics["grad_norm"])
         return loss
+
+    def _are_alike(self, microbatches: list[dict[str, Any]]) -> bool:
+        """Whether microbatches can run as one graph; where it is exact, eager also drops the same masks of all."""
+        if self._is_exact and self._mesh is None and len({masks_of_ones(batch) for batch in microbatches}) > 1:
+            return False
+        return len({_form(batch) for batch in microbatches}) == 1
 
     def _without_optimizer(
         self, model: nn.Module, microbatches: list[dict[str, Any]], key: tuple, error: ValueError
@@ -467,14 +474,13 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         self, model: nn.Module, microbatches: list[dict[str, Any]], count: int, why: str = ""
     ) -> torch.Tensor:
         """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
-        alike = len({_form(batch) for batch in microbatches}) == 1
         if why:
             fix = "change that"
-        elif alike:
+        elif self._are_alike(microbatches):
             why = "a callback, clipping, training_step, zero_grad or a replaced step may change gradients"
             fix = "leave it out"
         else:
-            why = "microbatches of one step differ in shape, or in values that are not rows"
+            why = "microbatches of one step differ in shape, in values that are not rows, or in masks that eager drops"
             fix = "pad to one length and give dataloader_drop_last=True"
         if self._mesh is not None:
             if self._mesh.experts is not None:

@@ -236,3 +236,15 @@ def test_microbatches_of_different_lengths(tmp_path, caplog):
     assert ends[0][0] == ends[1][0] and len(ends[0][0]) == 6
     check_same(*ends)
     assert "differ in shape" in caplog.text
+
+
+def test_masks_that_eager_drops_of_some_microbatches(tmp_path, recwarn):
+    def masked(rows):
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, -3:] = batch["labels"][0, 0] != -100
+        return batch | {"attention_mask": mask}
+
+    ends = both(tmp_path, gradient_accumulation_steps=2, trainer_options={"data_collator": masked})
+    check_same(*ends)
+    assert ends[1][1]._apart and not any("hides nothing" in str(w.message) for w in recwarn)

@@ -220,6 +220,27 @@ def test_what_happens_between_microbatches(tmp_path, mixin, changed):
         tiny_run(GraphTrainer, tmp_path, mixin=mixin, gradient_accumulation_steps=2)
 
 
+class ReadsLabels:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)["loss"] * (1 + inputs["labels"].max().item())
+
+
+def test_values_that_differ_between_the_microbatches_of_a_later_step(tmp_path, caplog):
+    def alike_at_first(rows):
+        return encoded([{**row, "labels": row["labels"] * (len(trainers[-1].kept) > 1)} for row in rows])
+
+    trainers = []
+    same_as_plain(
+        tmp_path,
+        mixin=ReadsLabels,
+        gradient_accumulation_steps=2,
+        prepare=trainers.append,
+        collate=alike_at_first,
+        events={"on_step_end": lambda trainer, step: trainer.kept.append(step)},
+    )
+    assert trainers[-1].captured is not None and "differ between its 2 microbatches" in caplog.text
+
+
 @pytest.mark.parametrize("modules", [("",), ("", ".clip_grad")])
 def test_clipping_of_torch_that_is_replaced(modules, tmp_path, monkeypatch):
     plain = torch.nn.utils.clip_grad_norm_
