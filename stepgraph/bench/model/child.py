@@ -77,19 +77,6 @@ class ModelStep(EagerStep):
         return loss_of(self.model, self.parts.batch)
 
 
-class CompiledUpdateStep(ModelStep):
-    """``torch.compile`` of the model, and of clipping and update. A compiled AdamW is the foreach one."""
-
-    def __init__(self, parts: Parts):
-        # A tensor: as a number the rate would be a constant of the compiled code.
-        optimizer = torch.optim.AdamW(trained(parts.model), torch.tensor(LEARNING_RATE), foreach=True)
-        super().__init__(Parts(parts.model, parts.loss_fn, parts.batch, optimizer, parts.options), "default")
-        self.compiled_update = torch.compile(super().update)
-
-    def update(self) -> None:
-        self.compiled_update()
-
-
 def parts_of(model: nn.Module, batch: Batch) -> Parts:
     """What every provider's step is made of."""
     return Parts(model, loss_of, batch, fused_adamw(trained(model)), StepOptions())
@@ -106,7 +93,7 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def fused_adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of every provider but one."""
+    """The optimizer of every provider."""
     return torch.optim.AdamW(params, LEARNING_RATE, fused=True)
 
 
@@ -126,15 +113,13 @@ def patch_with_liger(model: nn.Module) -> None:
     apply(model=model.get_base_model() if hasattr(model, "get_base_model") else model)  # adapters are around it
 
 
-#: Name -> the step made of the parts. `compile-...` are torch.compile's modes; `compile-update` compiles clipping and
-#: update too.
+#: Name -> the step made of the parts. `compile-...` are torch.compile's modes.
 PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "eager": ModelStep,
     "compile": lambda parts: ModelStep(parts, "default"),
     "compile-reduce-overhead": lambda parts: ModelStep(parts, "reduce-overhead"),
     "compile-max-autotune": lambda parts: ModelStep(parts, "max-autotune"),
     "compile-max-autotune-no-cudagraphs": lambda parts: ModelStep(parts, "max-autotune-no-cudagraphs"),
-    "compile-update": CompiledUpdateStep,
     "liger": lambda parts: ModelStep(parts, liger=True),
     "liger-compile": lambda parts: ModelStep(parts, "default", liger=True),
     "stepgraph": CapturedStep,
