@@ -56,6 +56,17 @@ class CaptureError(ValueError):
             CaptureError._noted.append(self)
 
 
+class MovedError(CaptureError):
+    """A generator of random numbers has another state after a trace than before it: by the step, or by another thread
+    that drew meanwhile."""
+
+    def __init__(self, message: str):
+        main = threading.main_thread(), threading.current_thread()
+        names = [thread.name for thread in threading.enumerate() if thread not in main and thread.name != "waiting"]
+        also = f". Or another thread drew from it ({', '.join(names)}): give it a generator of its own" if names else ""
+        super().__init__(message + also)
+
+
 @contextlib.contextmanager
 def noting_refusals(noted: list[Exception]) -> Iterator[None]:
     """Inside, each `CaptureError` that is made is added to ``noted``: code that is traced may catch it."""

@@ -19,7 +19,7 @@ from stepgraph.capture.python.host_random import HostRandom, LineOfDraw
 from stepgraph.capture.python.values import counts, is_under_torch
 from stepgraph.capture.recorder import Recorder, is_user_file, user_frame
 from stepgraph.capture.state import Slot, kept_tensors, named_modules
-from stepgraph.errors import CaptureError, UnlikeError, unknown_name
+from stepgraph.errors import CaptureError, MovedError, UnlikeError, unknown_name
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.graph.step_graph import StepGraph
@@ -222,7 +222,7 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any], before: Hos
         call()
     before.restore()
     masks = getattr(getattr(recorder.model, "config", None), "apply_spec_augment", False)
-    raise CaptureError(
+    raise MovedError(
         f"{line.path or 'the model'}{f' ({line.source})' if line.source else ''} draws numbers from "
         f"{' and '.join(moved)}, which would be the same in every step; draw them with torch, or outside and pass them "
         f"in the batch{'; without SpecAugment: model.config.apply_spec_augment = False' if masks else ''}"
@@ -242,7 +242,7 @@ def refuse_draws(before: HostRandom, what: str) -> None:
     """Raise if ``what`` has drawn random numbers on the host since ``before``."""
     if moved := before.moved():
         before.restore()
-        raise CaptureError(
+        raise MovedError(
             f"{what} draws numbers from {' and '.join(moved)}, which would be the same in every step; draw them with "
             "torch, or in the loss function"
         )

@@ -289,7 +289,7 @@ class Recorder:
 
         try:
             with (
-                compat.replaced(nn.Module, __call__=call),
+                compat.replaced(nn.Module, __call__=compat.for_this_thread(call, run)),
                 compat.attention_as_in_eager(),
                 listening() as self._regions,
                 compat.watch_autocast(self._refuse_unclosed) as self._casts,

@@ -35,7 +35,7 @@ from stepgraph.capture.recorder import RunAgain
 from stepgraph.capture.state import OutsideError, Slot, TrainsError, Wrapping, swapped
 from stepgraph.capture.step_trace import LossFn, StepTrace
 from stepgraph.capture.triangles import write_out_triangles
-from stepgraph.errors import CaptureError, TraceError
+from stepgraph.errors import CaptureError, MovedError, TraceError
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.graph.values import Loss, Output, Ratio
@@ -142,6 +142,14 @@ def trace_step(
 
 
 def _traced(attempt: Callable[..., StepTrace]) -> Traced:
+    """The step that ``attempt`` traces; twice if random generators moved, as another thread may have drawn meanwhile."""
+    try:
+        return _found(attempt)
+    except MovedError:
+        return _found(attempt)
+
+
+def _found(attempt: Callable[..., StepTrace]) -> Traced:
     """The step that ``attempt`` traces, retried with the findings of earlier attempts."""
     found_out: dict[str, Any] = {}
     trace = first = attempt()

@@ -113,7 +113,7 @@ from stepgraph.compat.optimizer import (
 )
 from stepgraph.compat.pipelining import pipeline_order
 from stepgraph.compat.repeated import DispatchMode, RepeatedCalls, Repeating
-from stepgraph.compat.replaced import replaced, replaced_functions
+from stepgraph.compat.replaced import for_this_thread, one_thread, replaced, replaced_functions
 from stepgraph.compat.tracing import (
     Again,
     as_accumulated,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepgraph.compat.replaced import replaced, replaced_functions
+from stepgraph.compat.replaced import for_this_thread, replaced, replaced_functions
 
 
 def below_autograd() -> contextlib.AbstractContextManager:
@@ -106,7 +106,7 @@ def watch_autocast(refuse: Callable[[str], None]) -> Iterator[dict[str, torch.dt
     enable, choose = torch.set_autocast_enabled, torch.set_autocast_dtype
 
     def set_enabled(*given: Any) -> None:
-        if given[-1] and not casts and sys._getframe(1).f_globals["__name__"] != torch.autocast.__module__:
+        if given[-1] and not casts and sys._getframe(2).f_globals["__name__"] != torch.autocast.__module__:
             refuse("torch.set_autocast_enabled")
         enable(*given)
         kind, on = given if len(given) == 2 else ("cuda", *given)
@@ -119,6 +119,7 @@ def watch_autocast(refuse: Callable[[str], None]) -> Iterator[dict[str, torch.dt
         if kind in casts:
             casts[kind] = dtype
 
+    set_enabled, set_dtype = for_this_thread(set_enabled, enable), for_this_thread(set_dtype, choose)
     with replaced_functions(torch, set_autocast_enabled=set_enabled, set_autocast_dtype=set_dtype):
         yield casts
 

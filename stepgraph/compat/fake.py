@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepgraph.compat.eager import assert_all
-from stepgraph.compat.replaced import replaced, replaced_functions
+from stepgraph.compat.replaced import for_this_thread, replaced, replaced_functions
 
 #: What fake tensors raise where a value, not only a shape, would be needed.
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -260,7 +260,7 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
         else:
             assert_all(cond, str(message() if callable(message) else message or "Expected all elements to be true"))
 
-    with replaced(torch, _check_tensor_all_with=check_known):
+    with replaced(torch, _check_tensor_all_with=for_this_thread(check_known, check)):
         yield
 
 

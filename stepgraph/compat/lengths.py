@@ -99,17 +99,13 @@ def for_open_sizes(func: OpOverload) -> Callable[..., Any] | None:
     return decomposition_table[func] if func is torch.ops.aten.constant_pad_nd.default else None
 
 
-#: Held during a trace with symbolic sizes.
-_ONE_THREAD = threading.RLock()
-
-
 @contextlib.contextmanager
 def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
     """What a trace with symbolic sizes runs under. Nodes get an open size as an argument, not a node that computes it.
 
     To code whose file is not ``is_under_torch`` an open size looks like an ``int``: by its class, and by its text, hash
     and attributes, which add a guard. `stepgraph.capture.python.reads` answers ``type(size)``. Other threads see torch
-    as it is, and wait with such a trace of their own.
+    as it is.
     """
     tracing = threading.get_ident()
     plain, fetch = proxy_tensor.PythonKeyTracer.create_arg, proxy_tensor.fetch_sym_proxy
@@ -126,7 +122,6 @@ def open_sizes(is_under_torch: Callable[[str], bool]) -> Iterator[None]:
         return lambda value: value if is_open(value) else known(value)
 
     with (
-        _ONE_THREAD,
         warnings.catch_warnings(),
         replaced(proxy_tensor.PythonKeyTracer, create_arg=create_arg),
         replaced(proxy_tensor, fetch_sym_proxy=fetch_sym_proxy),

@@ -1,21 +1,38 @@
-"""Temporarily replaces attributes of modules and classes."""
+"""Temporarily replaces attributes of modules and classes, for all threads; children of a fork have the originals."""
 
 import contextlib
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+
+#: Held while a step is traced or rewritten.
+_ONE_THREAD = threading.RLock()
+
+#: What is replaced now: (owner, values before), the latest last.
+_replaced: list[tuple[Any, dict[str, Any]]] = []
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, other threads that come here wait: what a trace and its passes replace is replaced in the process."""
+    with _ONE_THREAD:
+        yield
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Inside, names of ``owner``, a module or a class, have other values."""
     saved = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
+    _replaced.append((owner, saved))
     try:
+        for name, value in values.items():
+            setattr(owner, name, value)
         yield
     finally:
         for name, value in saved.items():
             setattr(owner, name, value)
+        _replaced.remove((owner, saved))
 
 
 @contextlib.contextmanager
@@ -27,3 +44,23 @@ def replaced_functions(owner: Any, **values: Any) -> Iterator[None]:
     get_torch_obj_rule_map()
     with replaced(owner, **values):
         yield
+
+
+def for_this_thread(ours: Callable, plain: Callable) -> Callable:
+    """``ours`` where this thread calls it, and ``plain`` where another does, such as one that loads batches."""
+    tracing = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (ours if threading.get_ident() == tracing else plain)(*args, **kwargs)
+
+    return call
+
+
+def _put_back() -> None:
+    """In the child of a fork, such as a worker of a data loader that another thread starts during a trace."""
+    for owner, saved in reversed(_replaced):
+        for name, value in saved.items():
+            setattr(owner, name, value)
+
+
+os.register_at_fork(after_in_child=_put_back)

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.graph import _Namespace
 from torch.utils import _pytree as pytree
 
-from stepgraph.compat.replaced import replaced
+from stepgraph.compat.replaced import for_this_thread, replaced
 from stepgraph.compat.versions import TORCH
 from stepgraph.errors import CaptureError
 
@@ -315,11 +315,13 @@ def intercept_checkpoint(
 
     hooks = {
         name: implementation if TORCH >= (2, 14) else generator,
-        "CheckpointFunction": Function,
         "_checkpoint_hook": recording,
         # For compilers selective checkpointing keeps all results, and finds written ones among them; eager does not.
         "_is_compiling": lambda *_: False,
     }
+    hooks = {name: for_this_thread(ours, getattr(torch_checkpoint, name)) for name, ours in hooks.items()}
+    Function.apply = for_this_thread(Function.apply, torch_checkpoint.CheckpointFunction.apply)
+    hooks["CheckpointFunction"] = Function
     try:
         with replaced(torch_checkpoint, **hooks):
             yield
@@ -362,7 +364,7 @@ def watched_backward(watch: Callable[[list[Any]], None]) -> Iterator[None]:
             watch([one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in outputs])
         return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
 
-    with replaced(torch.autograd, _engine_run_backward=watched):
+    with replaced(torch.autograd, _engine_run_backward=for_this_thread(watched, run)):
         yield
 
 
@@ -378,7 +380,9 @@ def attention_as_in_eager() -> Iterator[None]:
 
     with (
         replaced(torch.nn.modules.activation, _is_make_fx_tracing=lambda: False),
-        replaced(torch.overrides, has_torch_function=is_overridden),
+        replaced(
+            torch.overrides, has_torch_function=for_this_thread(is_overridden, torch.overrides.has_torch_function)
+        ),
     ):
         yield
 

@@ -41,6 +41,7 @@ def lower(spec: StepSpec, target: Target | None = None, *, dump: Path | None = N
     return traced
 
 
+@compat.one_thread()
 @compat.gpu_context_once()
 def trace(spec: StepSpec, target: Target | None = None, open_sizes: OpenSizes | None = None) -> Traced:
     """The step as captured. In a pipeline the graph of a microbatch has all stages, which `rewrite` cuts.
@@ -83,6 +84,7 @@ def _copy_rewritten(program: StepProgram, spec: StepSpec, target: Target | None)
     return rewritten(copied(program), spec, target)
 
 
+@compat.one_thread()
 @compat.gpu_context_once()
 def rewritten(program: StepProgram, spec: StepSpec, target: Target | None, dump: Path | None = None) -> StepProgram:
     """`rewrite` by passes that need no search for a memory policy."""

@@ -17,17 +17,3 @@ def test_another_thread_sees_torchs_sizes():
     with ThreadPoolExecutor() as other, open_sizes(lambda file: False):
         assert other.submit(looks_like, size).result() == plain != AS_INTEGER
         assert looks_like(size) == AS_INTEGER
-
-
-def test_another_threads_trace_waits():
-    def trace():
-        with open_sizes(lambda file: False):
-            return looks_like(size)
-
-    (size,) = SymbolicSizes([4]).symbols
-    with ThreadPoolExecutor() as other:
-        with open_sizes(lambda file: False):
-            waits = other.submit(trace)
-            assert not waits.done()
-        assert waits.result() == AS_INTEGER
-    assert not looks_like(size)[0]

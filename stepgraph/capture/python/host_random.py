@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -23,13 +24,14 @@ class _Entropy:
 
     @contextlib.contextmanager
     def counted(self, is_user_file: Callable[[str], bool]) -> Iterator[None]:
-        plain = os.urandom
+        plain, tracing = os.urandom, threading.get_ident()
 
         def urandom(size: int) -> bytes:
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and _is_library(frame.f_code.co_filename):
                 frame = frame.f_back
-            self.drawn += frame is not None and is_user_file(frame.f_code.co_filename)
+            ours = frame is not None and threading.get_ident() == tracing
+            self.drawn += ours and is_user_file(frame.f_code.co_filename)
             return plain(size)
 
         setattr(os, "urandom", urandom), setattr(random, "_urandom", urandom)

@@ -6,6 +6,7 @@ does to their states while a step is traced would happen once, and never again.
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.capture.python.values import counts
 from stepgraph.capture.recorder import Recorder
-from stepgraph.errors import CaptureError
+from stepgraph.errors import CaptureError, MovedError
 from stepgraph.graph.facts import has_generator
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import provenance
@@ -36,9 +37,12 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
     """Inside, `CaptureError` is raised for code that sets the state of torch's default generators, or reads it or their
     seed. torch itself does so for a GPU, to give the ranks of a DTensor their parts."""
 
+    tracing = threading.get_ident()
+
     def refuse(verb: str, given: Callable | None, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        if given is not None and not counts(frame.f_code.co_filename):
+        elsewhere = threading.get_ident() != tracing
+        if given is not None and (elsewhere or not counts(frame.f_code.co_filename)):
             return given(*args, **kwargs)
         raise CaptureError(
             f"{recorder.where(frame)} {verb} of torch's random generator, which a captured step would not repeat; "
@@ -49,8 +53,9 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
         """The default generator for torch's functions, whatever the names that they are called by."""
 
         def __getattr__(self, name: str) -> Any:
-            if name == "get_state" and not counts(sys._getframe(2).f_code.co_filename):
-                return torch.default_generator.get_state
+            elsewhere = threading.get_ident() != tracing
+            if elsewhere or (name == "get_state" and not counts(sys._getframe(2).f_code.co_filename)):
+                return getattr(torch.default_generator, name)
             verbs = {"initial_seed": "reads the seed", "get_state": "reads the state"}
             return refuse(verbs.get(name, "sets the state"), None)
 
@@ -71,7 +76,7 @@ def refusing_seeds(recorder: Recorder) -> Iterator[None]:
         moved = not torch.equal(before, torch.default_generator.get_state())
         torch.default_generator.set_state(before)
     if moved:
-        raise CaptureError(
+        raise MovedError(
             "forward or the loss sets the state of torch.default_generator by a method of it, which a captured step "
             f"would not repeat; {_FIX}"
         )
