@@ -40,14 +40,19 @@ def replace_counts(model, optimizer):
         state["step"] = torch.tensor(7.0)
 
 
+def widen_second_moments(model, optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].double()
+
+
 def set_one_count(model, optimizer):
     optimizer.state[model[2].bias]["step"].fill_(9.0)
 
 
-@pytest.mark.parametrize("change", [swap_groups, replace_moments, replace_counts, set_one_count])
+@pytest.mark.parametrize("change", [swap_groups, replace_moments, replace_counts, set_one_count, widen_second_moments])
 @pytest.mark.parametrize("kind", [adamw, torch.optim.Adafactor])
 def test_groups_and_state(change, kind):
-    if change is replace_moments and kind is not adamw:
+    if change in (replace_moments, widen_second_moments) and kind is not adamw:
         kind = torch.optim.Adam
     start, ends = model(), []
     for captured in (False, True):
@@ -123,6 +128,15 @@ def test_momentum_of_before_a_cast_keeps_its_dtype(dtype, options):
                 optimizer.zero_grad()
         ends.append([*twin.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())])
     assert all(map(torch.equal, *ends))
+
+
+def test_a_count_that_is_no_tensor_is_refused():
+    m = model()
+    optimizer = torch.optim.AdamW(m.parameters(), fused=True)
+    step = stepgraph.capture(m, loss_fn, BATCH, optimizer, passes="exact")
+    optimizer.state[m[0].weight]["step"] = 3.0
+    with pytest.raises(ValueError, match=r"keeps 3.0 as step of a parameter of shape \[5, 6\]"):
+        step(BATCH)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ rounds a number to the dtype that an operator computes in, fp32 for bf16 and fp1
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ HALF = (torch.bfloat16, torch.float16)
 def wide(x: Tensor) -> Tensor:
     """``x`` in the dtype that operators on it compute in."""
     return x.float() if x.dtype in HALF else x
+
+
+def _alike(*tensors: Tensor) -> list[Tensor]:
+    """``tensors`` in the dtype that an operator on all of them computes in."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [tensor.to(torch.float32 if dtype in HALF else dtype) for tensor in tensors]
 
 
 def _binary(operation: Callable[[Tensor, Any], Tensor]) -> Callable:
@@ -58,7 +65,7 @@ def add_scaled(x: Tensor, y: Tensor, factor: Tensor) -> Tensor:
 
 def add_quotient(x: Tensor, y: Tensor, z: Tensor, value: Tensor) -> Tensor:
     """``torch.addcdiv(x, y, z, value=number)``, in each device's order: it rounds half precision once."""
-    x_, y_, z_ = wide(x), wide(y), wide(z)
+    x_, y_, z_ = _alike(x, y, z)
     if x.is_cuda:
         return add_scaled(x_, y_ / z_, value).to(x.dtype)
     return (x_ + scaled(y_, value) / z_).to(x.dtype)
@@ -159,7 +166,7 @@ def _rsub(x: Tensor, y: Any, alpha: Any = 1) -> Any:
 
 
 def _addcmul(x: Tensor, y: Tensor, z: Tensor, value: Any = 1) -> Tensor:
-    x_, y_, z_ = wide(x), wide(y), wide(z)
+    x_, y_, z_ = _alike(x, y, z)
     return torch.addcmul(x_, scaled(y_, value), z_).to(x.dtype)
 
 

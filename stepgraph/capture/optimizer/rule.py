@@ -249,6 +249,11 @@ class AdamRule(Rule):
                 exp_avg=torch.zeros_like(param, memory_format=torch.preserve_format),
                 exp_avg_sq=torch.zeros_like(param, memory_format=torch.preserve_format),
             )
+        elif wrong := next((key for key in keys if not isinstance(state.get(key), Tensor)), None):
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {state.get(wrong)!r} as {wrong} of a parameter of shape "
+                f"{list(param.shape)}, which eager refuses too: keep a tensor, or clear that parameter's state"
+            )
         elif "master" not in keys and state["exp_avg"].dtype != param.dtype:
             raise ValueError(
                 f"a parameter of shape {list(param.shape)} is {param.dtype} and its state in "

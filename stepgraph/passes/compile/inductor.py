@@ -120,7 +120,7 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
     _drop_empty_operands(step.graph)
     _leave_written(step.graph)
     positions = beyond(step.graph)
-    for node in positions:
+    for node in [*positions, *_of_negatives(step.graph)]:
         node.meta[KEEP_EAGER] = True
         untag(node)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
@@ -129,6 +129,16 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
         if made or refused:
             report.notes.append(f"reductions along rows and columns: {len(made)} fused, {len(refused)} refused")
+
+
+def _of_negatives(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that read or make views with the negative bit (``z.conj().imag``), which Inductor does not see."""
+
+    def is_negative(node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, torch.Tensor) and value.is_neg()
+
+    return [n for n in graph.nodes if n.op == "call_function" and any(map(is_negative, (n, *n.all_input_nodes)))]
 
 
 def _drop_empty_operands(graph: fx.Graph) -> None:

@@ -405,3 +405,23 @@ class Steps(nn.Module):
 
 def test_a_view_of_what_decomposed_operators_lay_otherwise(tools):
     compare(Steps(), tools.mse, tools.vectors(6, 12, n=3), tools.fused_adamw)
+
+
+def test_views_with_the_negative_bit():
+    """Of the batch, of a parameter, and of a buffer that forward writes: Inductor takes their memory as it is."""
+
+    class Signed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.complex(torch.ones(8), torch.arange(8.0)).conj().imag)
+            self.register_buffer("seen", torch.complex(torch.ones(8), torch.ones(8)).conj().imag)
+
+        def forward(self, x):
+            self.seen.mul_(0.5).add_(0.1)
+            return x * self.scale + self.seen
+
+    def loss_fn(model, batch):
+        return (model(batch) - 1).square().mean()
+
+    batches = [torch.complex(x, x).conj().imag for x in torch.randn(3, 4, 8)]
+    compare(Signed(), loss_fn, batches, lambda m: torch.optim.SGD(m.parameters(), lr=0.01))
