@@ -45,6 +45,7 @@ from stepgraph.run.spans import Spans
 from stepgraph.verify import Case, VerifyReport, verify
 
 T = TypeVar("T")
+TreeSpec = compat.pytree.TreeSpec
 
 
 def capture(
@@ -243,7 +244,7 @@ class CapturedStep:
             self.metrics["repeated"] = torch.tensor(repeated)
         return loss
 
-    def _run(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _run(self, batch: Any, leaves: Sequence[Any], spec: TreeSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if self._update:
             self._update.check_gradients()
         self._current = self._bound_to(batch, leaves, spec)
@@ -331,14 +332,14 @@ class CapturedStep:
             for runner in runners:
                 runner.on_node = None
 
-    def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: Any) -> BoundStep:
+    def _bound_to(self, batch: Any, leaves: Sequence[Any], spec: TreeSpec) -> BoundStep:
         """The form of the step for ``batch``, captured again where what it was specialized on has changed."""
         if self._update:
             self._update.check_hooks()
         signature = self._signature(batch, leaves, spec)
         return self._forms.of(signature, leaves) or self._bind(batch, signature)
 
-    def _signature(self, batch: Any, leaves: Sequence[Any], spec: Any) -> tuple:
+    def _signature(self, batch: Any, leaves: Sequence[Any], spec: TreeSpec) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on; in an exact step which attention
         masks hide nothing too, as eager sees it."""
         self._ones = masks_of_ones(batch, self.spec.accumulate, self._mesh) if self._is_exact else ()

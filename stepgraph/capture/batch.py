@@ -174,7 +174,7 @@ def leaves_by_name(batch: Any) -> dict[str, Any]:
     return {f"batch{compat.pytree.keystr(path)}": leaf for path, leaf in found}
 
 
-def rebuilt(batch: Any, leaves: Sequence[Any], spec: Any) -> Any:
+def rebuilt(batch: Any, leaves: Sequence[Any], spec: compat.pytree.TreeSpec) -> Any:
     """A batch like ``batch`` with other ``leaves``, and one of them where it has one tensor in several places. A batch
     of transformers' classes keeps its class, whose attributes are its keys; other mappings become dicts."""
     places = first_places(flatten_batch(batch)[0])

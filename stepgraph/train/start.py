@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from stepgraph.config.train import TrainConfig
 from stepgraph.costs.memory import peak_bytes
 from stepgraph.errors import read_json
 from stepgraph.graph.program import StepProgram
+from stepgraph.models.transformers import CausalLM
 from stepgraph.step import CapturedStep
 from stepgraph.train.checkpoint.checkpointer import Checkpointer, resolve
 from stepgraph.train.checkpoint.files import step_of
@@ -197,7 +197,7 @@ def model_line(config: TrainConfig, params: int) -> str:
     return f"model {config.preset}: {size}; {config.precision}"
 
 
-def quantized_words(config: TrainConfig, model: Any) -> str:
+def quantized_words(config: TrainConfig, model: CausalLM) -> str:
     """How many weights are quantized, their size before and after, and which are left; empty if none are."""
     if config.quantize is None:
         return ""

@@ -45,7 +45,7 @@ def is_elementwise(func: Any) -> bool:
 class HostOperator:
     """An operator on scalar tensors of the tape. One that writes in place gives what it would write."""
 
-    def __init__(self, func: Any, spec: Any):
+    def __init__(self, func: Any, spec: compat.pytree.TreeSpec):
         self.func, self.spec = func, spec
         self.in_place = func._schema.is_mutable
         self.name = f"{func}{spec}"
@@ -190,7 +190,7 @@ class OnTape(compat.TorchDispatchMode):
         shape = args[0] if func._schema.name != "aten::scalar_tensor" else ()
         return len(shape) == 0 and torch.device(kwargs.get("device") or "cpu").type == "cpu"
 
-    def _on_host(self, func: Any, args: tuple, kwargs: dict, leaves: list, spec: Any) -> Any:
+    def _on_host(self, func: Any, args: tuple, kwargs: dict, leaves: list, spec: compat.pytree.TreeSpec) -> Any:
         if not isinstance(func, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
         if func._schema.name.startswith("aten::_foreach_"):

@@ -354,7 +354,7 @@ class _Rehearsal(_Run):
     def answer(self, key: int, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return self._given(*self.replay.answers[key])
 
-    def _given(self, leaves: Sequence[Any], spec: Any) -> Any:
+    def _given(self, leaves: Sequence[Any], spec: compat.pytree.TreeSpec) -> Any:
         return pytree.tree_unflatten([self._made(x) if isinstance(x, _Form) else x for x in leaves], spec)
 
     def _made(self, form: _Form) -> torch.Tensor:

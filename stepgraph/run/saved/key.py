@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
 from stepgraph.graph.collectives import spans_machines
@@ -145,7 +146,7 @@ def _tf32() -> list[Any]:
         return [*found, "mixed"]
 
 
-def mesh_facts(mesh: Any, program: StepProgram) -> dict[str, Any]:
+def mesh_facts(mesh: DeviceMesh | None, program: StepProgram) -> dict[str, Any]:
     """The ranks, how they are laid out, and the groups that the graphs of ``program`` name. Which of the ranks this one
     is does not count: the ranks of a group are counted from its first."""
     if not dist.is_initialized():
