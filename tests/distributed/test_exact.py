@@ -36,11 +36,11 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
 
 
-def eager_step(model, loss_fn, batch, optimizer):
+def eager_step(model, loss_fn, batch, optimizer, parts=PARTS):
     """Microbatches forward and backward, clipping over the mesh, and the update, without a graph."""
     total = 0
-    for part in range(PARTS):
-        loss = loss_fn(model, {key: value.chunk(PARTS)[part] for key, value in batch.items()}) / PARTS
+    for part in range(parts):
+        loss = loss_fn(model, {key: value.chunk(parts)[part] for key, value in batch.items()}) / parts
         loss.backward()
         total = total + loss.detach()
     params = list(model.parameters())

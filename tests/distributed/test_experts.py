@@ -23,6 +23,7 @@ from stepgraph.parallel.experts import Capacity
 from stepgraph.train.checkpoint.checkpointer import Checkpointer
 from tests.distributed.expert_model import DIM, HIDDEN, VOCAB, parallel_model, whole_model
 from tests.distributed.ranks import make_mesh, on_ranks
+from tests.distributed.test_exact import eager_step
 from tests.models.moe_models import DEEPSEEK, our_model
 
 BATCH, SEQ, CLIP = 2, 8, 0.5
@@ -54,21 +55,6 @@ def adamw(model):
     experts = [p for name, p in model.named_parameters() if ".experts." in name]
     others = [p for name, p in model.named_parameters() if ".experts." not in name]
     return torch.optim.AdamW([{"params": others}, {"params": experts}], lr=0.01, fused=True)
-
-
-def eager_step(model, loss_fn, batch, optimizer, parts):
-    total = 0
-    for part in range(parts):
-        loss = loss_fn(model, {key: value.chunk(parts)[part] for key, value in batch.items()}) / parts
-        loss.backward()
-        total = total + loss.detach()
-    params = list(model.parameters())
-    clipped, norm = gradients.clip({i: p.grad.to_local() for i, p in enumerate(params)}, params, CLIP)
-    for i, param in enumerate(params):
-        param.grad.to_local().copy_(clipped[i])
-    optimizer.step()
-    optimizer.zero_grad()
-    return total, norm
 
 
 def assert_same_state(a, b, what=""):

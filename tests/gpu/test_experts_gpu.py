@@ -1,11 +1,9 @@
 """Mixture of experts of transformers on a GPU: one CUDA graph, the losses of eager."""
 
-import copy
-
 import pytest
 import torch
 
-import stepgraph
+from tests.gpu.test_triton_launch_gpu import train
 
 transformers = pytest.importorskip("transformers")
 
@@ -30,27 +28,6 @@ def loss_fn(model, batch):
     return model(**batch).loss
 
 
-def train(model, data, passes=None):
-    """(losses, gradient norms, parameters, the captured step or None); without passes the model trains eagerly."""
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    step = passes and stepgraph.capture(model, loss_fn, data[0], optimizer, max_grad_norm=1.0, passes=passes)
-    losses, norms = [], []
-    for i in range(STEPS):
-        batch = data[i % len(data)]
-        if step:
-            losses.append(step(batch).clone())
-            norms.append(step.metrics["grad_norm"].clone())
-            continue
-        loss = loss_fn(model, batch)
-        loss.backward()
-        losses.append(loss.detach())
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses), torch.stack(norms), list(model.parameters()), step
-
-
 def recording(step):
     return next(report for report in step.report if report.name == "cuda_graph")
 
@@ -58,7 +35,7 @@ def recording(step):
 @pytest.mark.parametrize("passes", ["exact", "default"])
 def test_one_cuda_graph(passes):
     """What the report says after the steps, by when waiting nodes were seen."""
-    _, _, _, step = train(qwen3_moe(), batches(), passes)
+    _, _, _, step = train(qwen3_moe(), loss_fn, batches(), passes, STEPS)
     report = recording(step)
     assert report.summary == "1 CUDA graph, 0 nodes on the host", report.notes
 
@@ -67,16 +44,16 @@ def test_exact_is_eager_bit_for_bit(deterministic):
     """Also where later batches go to other experts than the one that was traced."""
     model, data = qwen3_moe(), batches()
     model.set_attn_implementation("eager")  # others' backward may add in any order
-    losses, norms, parameters, _ = train(model, data)
-    ours, our_norms, our_parameters, _ = train(model, data, "exact")
+    losses, norms, parameters, _ = train(model, loss_fn, data, None, STEPS)
+    ours, our_norms, our_parameters, _ = train(model, loss_fn, data, "exact", STEPS)
     assert torch.equal(losses, ours) and torch.equal(norms, our_norms)
     assert all(map(torch.equal, parameters, our_parameters))
 
 
 def test_default_passes_are_close():
     model, data = qwen3_moe(), batches()
-    losses, *_ = train(model, data)
-    ours, *_ = train(model, data, "default")
+    losses, *_ = train(model, loss_fn, data, None, STEPS)
+    ours, *_ = train(model, loss_fn, data, "default", STEPS)
     # bf16 rounds to 2^-9; a token near the border of two experts may go to another, which moves the loss by as little.
     torch.testing.assert_close(ours, losses, rtol=1e-2, atol=1e-2)
 
@@ -84,8 +61,8 @@ def test_default_passes_are_close():
 def test_fp32_names_what_waits():
     """torch's grouped products of fp32 read the groups' sizes on the host: the step works, in pieces."""
     model, data = qwen3_moe().float(), batches()
-    losses, *_ = train(model, data)
-    ours, _, _, step = train(model, data, "exact")
+    losses, *_ = train(model, loss_fn, data, None, STEPS)
+    ours, _, _, step = train(model, loss_fn, data, "exact", STEPS)
     torch.testing.assert_close(ours, losses, rtol=1e-4, atol=1e-4)
     products = [note for note in recording(step).notes if "_grouped_mm" in note]
     assert len(products) == 4 * 2 * 3  # layers, products of each, and their two gradients

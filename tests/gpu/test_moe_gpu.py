@@ -15,10 +15,6 @@ from stepgraph.kernels.moe import (
     grouped_mm_weight,
     grouped_scaled_mm,
     grouped_scaled_mm_weight,
-    grouped_triton,
-    route_triton,
-    rows_triton,
-    scaled_triton,
     sort_by_expert,
     swiglu_rows,
     swiglu_rows_cast,
@@ -28,6 +24,7 @@ from stepgraph.kernels.moe import (
 from stepgraph.kernels.moe.swiglu import backward_reference, reference, swiglu_rows_backward
 from stepgraph.models import next_token_loss
 from stepgraph.passes import StepOptions, chosen
+from tests.kernels.moe.launches import FUNCTIONS
 from tests.kernels.moe.test_moe_triton import (
     cast_cases,
     defined,
@@ -42,20 +39,6 @@ from tests.kernels.moe.test_scaled import arguments as sides
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 hopper = pytest.mark.skipif(CAPABILITY != (9, 0), reason="groups in fp8 need compute capability 9.0")
-
-FUNCTIONS = {
-    "sort": route_triton.launch,
-    "gather": rows_triton.gather,
-    "combine": rows_triton.combine,
-    "combine_backward": rows_triton.combine_backward,
-    "zero_past": grouped_triton.zero_past,
-    "cast_groups": lambda *given: scaled_triton.launch(*given)[:2],
-    "cast_packed": scaled_triton.launch_packed,
-    "swiglu_cast": swiglu_triton.launch_cast,
-    "swiglu_cast_backward": swiglu_triton.launch_cast_backward,
-    "swiglu": swiglu_triton.launch,
-    "swiglu_backward": swiglu_triton.launch_backward,
-}
 
 
 def on_gpu(value):

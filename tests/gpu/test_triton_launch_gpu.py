@@ -161,13 +161,13 @@ def batches(n=3):
     return [{key: torch.randint(VOCAB, (4, 64), device="cuda") for key in ("tokens", "targets")} for _ in range(n)]
 
 
-def train(model, loss_fn, data, passes=None):
+def train(model, loss_fn, data, passes=None, steps=STEPS):
     """(losses, gradient norms, parameters, the captured step or None); without passes the model trains eagerly."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     step = passes and stepgraph.capture(model, loss_fn, data[0], optimizer, max_grad_norm=1.0, passes=passes)
     losses, norms = [], []
-    for i in range(STEPS):
+    for i in range(steps):
         batch = data[i % len(data)]
         if step:
             losses.append(step(batch).clone())

@@ -31,7 +31,6 @@ class Decision:
     ``registers`` and ``limit`` are per thread; ``reason`` is empty where the fusion was allowed."""
 
     backward: bool
-    absorption: bool
     operations: frozenset[str]
     what: str
     rows: int
@@ -94,11 +93,11 @@ class Guard:
         else:
             return True
         nodes = list(dict.fromkeys(sub for node in whole for sub in node.get_nodes()))
-        decision = self._decide(tuning, nodes, along_rows, bool(mixed))
+        decision = self._decide(tuning, nodes, along_rows)
         self.decisions[decision] = None
         return decision.allowed
 
-    def _decide(self, tuning: Tuning | None, nodes: list[Any], along_rows: Any, absorption: bool) -> Decision:
+    def _decide(self, tuning: Tuning | None, nodes: list[Any], along_rows: Any) -> Decision:
         rows, columns = shape_of(along_rows)
         sums = column_sums(nodes, along_rows)
         loads = loads_of(nodes, rows, columns, len(sums))
@@ -113,7 +112,6 @@ class Guard:
             reason = SPILL if registers > limit else ""
         return Decision(
             bool(compat.inductor().V.graph.is_backward),
-            absorption,
             frozenset(node.get_name() for node in nodes),
             " + ".join(sorted(origin(node) for node in nodes if node.is_reduction())),
             rows,

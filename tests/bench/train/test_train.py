@@ -22,19 +22,9 @@ from stepgraph.bench.train.providers import Provider, balance
 from stepgraph.bench.train.results import TrainRow, check_losses, ratio, summary, train_section
 from stepgraph.models.moe import MoE, MoEConfig
 from tests import forked
+from tests.bench.step.test_step import SIZES as STEP_SIZES
 
-SIZES = {
-    "model.dim": 32,
-    "model.n-layers": 2,
-    "model.n-heads": 4,
-    "model.n-kv-heads": 2,
-    "model.ffn-dim": 64,
-    "model.vocab-size": 64,
-    "batch-size": 2,
-    "seq-len": 32,
-    "steps": 2,
-    "device": "cpu",
-}
+SIZES = {name: value for name, value in STEP_SIZES.items() if name != "repeats"}
 TINY = [f"--{name}={value}" for name, value in SIZES.items()]
 
 

@@ -6,21 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepgraph.train.data import ByteTokenizer, MixedLoader, PackedLoader, Part, Source, token_cache, validation_batches
+from stepgraph.train.data import ByteTokenizer, MixedLoader, PackedLoader, Part, token_cache, validation_batches
 from stepgraph.train.data.token_cache import Rows, TokenCache, positions_in_documents
-
-
-class Documents(Source):
-    """Documents in memory."""
-
-    name = "documents"
-
-    def __init__(self, texts: list[bytes]):
-        self.held, self.size = texts, sum(map(len, texts))
-        self.split_by_index(len(texts))
-
-    def read(self, index: int) -> bytes:
-        return self.held[index]
+from tests.train.data.test_data import Documents
 
 
 class Ambiguous(ByteTokenizer):
