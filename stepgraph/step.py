@@ -410,7 +410,7 @@ def _of_another_form(batch: Any) -> str:
 
 
 def _refuse_modes() -> None:
-    checks.refuse_anomaly_mode()
+    checks.refuse_modes()
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError(
             "autocast is on around the call of a captured step, whose casts are fixed; enter it inside loss_fn"

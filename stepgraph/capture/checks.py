@@ -229,8 +229,19 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any], before: Hos
     )
 
 
-def refuse_anomaly_mode() -> None:
-    """Raise if autograd is to look for NaN in each gradient."""
+def refuse_modes() -> None:
+    """Raise if autograd is to look for NaN in each gradient, or is off for all tensors that are made, or if modules are
+    to be counted."""
+    if compat.tracks_modules():
+        raise CaptureError(
+            "FlopCounterMode, or another ModuleTracker of torch, is on, whose hooks a captured step does not run: "
+            "count an eager step, before the capture"
+        )
+    if torch.is_inference_mode_enabled():
+        raise CaptureError(
+            "torch.inference_mode is on, in which a step cannot train: what it makes could not be trained with later; "
+            "leave it around captures and calls of a step"
+        )
     if torch.is_anomaly_enabled():
         raise CaptureError(
             "torch.autograd.detect_anomaly is on, and a captured step has no backward of autograd that it could check; "

@@ -111,7 +111,7 @@ def trace_step(
     """
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise CaptureError("autocast is on around capture, which would reach the optimizer; enter it inside loss_fn")
-    checks.refuse_anomaly_mode()
+    checks.refuse_modes()
     leaves, _ = flatten_batch(batch)
     checks.check_modules(model)
     checks.check_signature(loss_fn, model, batch)

@@ -101,7 +101,7 @@ from stepgraph.compat.fake import (
 )
 from stepgraph.compat.lengths import SymbolicSizes, at_hint, for_open_sizes, is_open, keep_mode, open_sizes, shape_env
 from stepgraph.compat.memory import dump_memory, record_memory
-from stepgraph.compat.modules import conversions_of_modules, has_gradient_hooks, hooks_of_every_module
+from stepgraph.compat.modules import conversions_of_modules, has_gradient_hooks, hooks_of_every_module, tracks_modules
 from stepgraph.compat.optimizer import (
     accelerated_inside,
     has_step_hooks,

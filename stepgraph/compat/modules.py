@@ -33,6 +33,12 @@ def hooks_of_every_module() -> list[dict]:
     ]
 
 
+def tracks_modules() -> bool:
+    """Whether a `ModuleTracker` of torch, such as that of ``FlopCounterMode``, is open."""
+    hooked = [getattr(hook, "__self__", None) for hook in module._global_forward_pre_hooks.values()]
+    return any(type(one).__module__ == "torch.utils.module_tracker" for one in hooked)
+
+
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Whether the user hooked code to the gradient of ``tensor``, or to autograd's node that adds to it."""
     if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx._symbolic_trace import is_fx_tracing
 from torch.overrides import TorchFunctionMode
 from torch.random import get_rng_state as state
+from torch.utils.flop_counter import FlopCounterMode
 
 import stepgraph
 from stepgraph import CaptureError
@@ -167,6 +168,16 @@ def test_facts_that_a_trace_does_not_have(message):
 def test_code_that_asks_whether_it_is_traced():
     model = Model(lambda model, x: model.linear(x) * (2 if is_fx_tracing() or torch.compiler.is_compiling() else 1))
     assert stepgraph.capture(model, loss_fn, torch.randn(3, 4), passes="exact").verify(torch.randn(3, 4)).bitwise
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: FlopCounterMode(display=False)])
+def test_modes_that_a_step_would_not_follow_are_refused(mode):
+    model, x = nn.Linear(3, 1), torch.ones(2, 3)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    with mode():
+        for call in (lambda: step(x), lambda: stepgraph.capture(model, loss_fn, x)):
+            with pytest.raises(CaptureError, match=r"(inference_mode|FlopCounterMode).* is on"):
+                call()
 
 
 def test_anomaly_mode_is_refused():
