@@ -19,10 +19,10 @@ from typing import Any
 import torch
 import transformers
 
-from stepgraph.capture import trace_step
 from stepgraph.config.environment import environment
-from stepgraph.passes import configured, run_passes
-from stepgraph.passes.contract import Pass, Target
+from stepgraph.lower import StepSpec, rewrite, trace
+from stepgraph.passes import Target, configured
+from stepgraph.passes.contract import Pass
 
 WIDTHS = dict(hidden_size=32, intermediate_size=48, vocab_size=97, max_position_embeddings=64, num_attention_heads=2)
 GROUPED = WIDTHS | dict(num_key_value_heads=1, pad_token_id=0)
@@ -95,12 +95,13 @@ def measure(name: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     gc.collect()
     start = time.process_time()
-    step = trace_step(model, lambda m, b: m(**b).loss, batch, optimizer, max_grad_norm=1.0).step
+    spec = StepSpec(model, lambda m, b: m(**b).loss, batch, optimizer, max_grad_norm=1.0, passes=passes())
+    program = trace(spec).program
     capture_s = time.process_time() - start
-    nodes = sum(1 for _ in step.nodes())
+    nodes = sum(1 for _ in program.main.nodes())
     gc.collect()
     start = time.process_time()
-    reports = run_passes(step, passes(), target=Target("cuda", memory=80e9))
+    reports = rewrite(program, spec, Target("cuda", memory=80e9)).reports
     passes_s = time.process_time() - start
     slowest = max(reports, key=lambda report: report.apply_s)
     row = {"model": name, "layers": sum(MODELS[name][2].values()), "nodes": nodes, "capture_s": round(capture_s, 2)}
