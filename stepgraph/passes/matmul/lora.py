@@ -211,14 +211,16 @@ def _sum_input_gradients(adapters: Sequence[Adapter], aliases: Aliases) -> list[
     found = []
     for root, downs in trees.items():
         leaves = sorted(_leaves(root))
+        downs = [leaf for leaf in leaves if leaf in downs]
         kinds = {(n.meta["val"].shape, n.meta["val"].dtype) for n in leaves}
-        if len(leaves) < 2 or len(kinds) > 1 or any(overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
+        if not downs or len(leaves) < 2 or len(kinds) > 1:
+            continue
+        if any(overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
             continue
         found.append(len(leaves))
         last, products = leaves[-1], [leaf.args for leaf in leaves if leaf not in downs]
         build = Builder(*leaves, before=last)
         if len(downs) > 1:
-            downs = sorted(downs)
             stacked = build(aten.cat.default, [n.args[1] for n in downs])
             products.insert(0, (_side_by_side([n.args[0] for n in downs]), stacked))
         else:
