@@ -303,17 +303,31 @@ def inductor_settings() -> tuple[Any, ...]:
     return config.get_hash(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
 
 
-def take_inductor_settings(settings: tuple[Any, ...], threads: int | None) -> bool:
-    """Set what can be of another process's `inductor_settings`; whether they are then the same here. ``threads``: its
-    ``config.compile_threads``, which decides nothing of what Inductor makes but is among them."""
+def inductor_workers() -> dict[str, Any]:
+    """What of `inductor_settings` decides nothing of what Inductor makes: which processes compile its kernels."""
+    from torch._inductor import config
+
+    return {name: getattr(config, name) for name in ("compile_threads", "worker_start_method")}
+
+
+def take_inductor_settings(settings: tuple[Any, ...], workers: dict[str, Any]) -> bool:
+    """Set what can be of another process's `inductor_settings`; whether they are then the same here. ``workers``: its
+    `inductor_workers`."""
     from torch._inductor import config
 
     _, deterministic, precision = settings
     torch.use_deterministic_algorithms(deterministic)
     if torch.get_float32_matmul_precision() != precision:  # to set it again is another key
         torch.set_float32_matmul_precision(precision)
-    with config.patch(compile_threads=threads):
+    with config.patch(workers):
         return inductor_settings() == settings
+
+
+def inductor_has_cached() -> bool:
+    """Whether Inductor's cache on disk has any graph."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return os.path.exists(os.path.join(cache_dir(), "fxgraph"))
 
 
 def inductor_cache_counts() -> tuple[int, int]:

@@ -42,6 +42,7 @@ from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
 from stepgraph.passes.compile.integers import beyond
+from stepgraph.passes.compile.plans import build_plans
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
 
@@ -237,10 +238,18 @@ def _compile(
         note_pieces(pieces, config)
         return
     ahead = Ahead([step.graph])
+
+    def meanwhile() -> None:
+        """What can be done while helpers compile."""
+        ahead.start()
+        if _on_cuda(step):
+            compat.import_inductor()
+            build_plans(step.graph)
+
     try:
         with Helpers() as helpers, _timed(report, helpers):
             result = compile_pieces(
-                step.module, pieces, config, any_length=options.any_length, on_first=ahead.start, helpers=helpers
+                step.module, pieces, config, any_length=options.any_length, on_first=meanwhile, helpers=helpers
             )
             _summarize(report, pieces, result)
             report.notes += helpers.notes + ahead.finish()
