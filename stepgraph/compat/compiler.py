@@ -36,7 +36,7 @@ def inductor_compile(
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
-    from torch._inductor import config, cpu_vec_isa, graph, ir, lowering, standalone_compile
+    from torch._inductor import config, graph, ir, lowering, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
@@ -62,9 +62,7 @@ def inductor_compile(
                 ir.StorageBox,
                 should_realize_on_reuse=functools.partialmethod(_write_once, ir.StorageBox.should_realize_on_reuse),
             ),
-            replaced(
-                cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
-            ),
+            _fewer_instructions_tried(),
         ):
             artifact = standalone_compile(
                 module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
@@ -132,6 +130,13 @@ def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             yield from _readers(user)
         else:
             yield user
+
+
+def _fewer_instructions_tried() -> contextlib.AbstractContextManager[None]:
+    from torch._inductor import cpu_vec_isa
+
+    all_of = cpu_vec_isa.valid_vec_isa_list
+    return replaced(cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, all_of))
 
 
 def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
@@ -211,7 +216,7 @@ def inductor_load(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
         file = os.path.join(folder, "piece")
         with open(file, "wb") as stream:
             stream.write(data)
-        with kernels_together():
+        with kernels_together(), _fewer_instructions_tried():
             artifact = CompiledArtifact.load(path=file, format="binary")
     (cell,) = artifact._compiled_fn.__closure__  # takes arguments one by one; inside is what takes a list
     return cell.cell_contents

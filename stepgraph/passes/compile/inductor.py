@@ -14,6 +14,7 @@ disk, under a key of the graph and all options, so that a later run loads it.
 
 import contextlib
 import functools
+import gc
 import math
 import operator
 import time
@@ -245,6 +246,7 @@ def _compile(
         if _on_cuda(step):
             compat.import_inductor()
             build_plans(step.graph)
+            gc.collect()  # what tracing left
 
     try:
         with Helpers() as helpers, _timed(report, helpers):
