@@ -98,6 +98,8 @@ def _mutate(mutate_to: Callable[..., Any], changed: Any, value: Any, **kwargs: A
     from torch._inductor import ir
 
     is_view = isinstance(value, ir.TensorBox) and isinstance(value.data, ir.BaseView)
+    if is_view:
+        changed.realize()
     if is_view and changed.get_name() in value.get_read_names():
         value = ir.ExternKernel.copy_input(value)
     return mutate_to(changed, value, **kwargs)
