@@ -1,6 +1,7 @@
 """Products with what follows them: cuBLAS and a kernel, next to QuACK's epilogues: ms by graph replay, in bf16.
 
     python benchmarks/epilogues.py [--json FILE] [MODEL ...]
+    PYTHONPATH=. python benchmarks/epilogues.py --gated [--json FILE] [MODEL ...]
     QUACK_ARCH=90 CUTE_DSL_ARCH=sm_90a QUACK_CACHE_DIR=DIR python benchmarks/epilogues.py --compile-only
 
 The second compiles QuACK's kernels into a folder for a GPU that is not there, some 200 in ten minutes.
@@ -11,6 +12,10 @@ gradient; ``backward, activation``: the activation is computed again too. ``resi
 residual, and RMS norm of the sum. ``up``, ``down gradient``: the products of forward and backward alone. SwiGLU's first
 product makes gates and what they multiply at once; QuACK reads and writes them in pairs: ``interleaved`` has the weight
 so in memory, ``quack`` reads the two halves of a weight, as the products of ``input`` and ``weight gradient`` do.
+
+``--gated`` measures stepgraph's operators for gate and up of separate weights (`stepgraph/kernels/gated.py`) in the
+tiles of ``GATED_TILES``: the product of up with the gated activation, and the gradients of both; microseconds.
+``tuned``: the fastest of cuBLASLt's algorithms (`tune_products`) and the kernel.
 
 ``cublas``: torch's product, then one Triton kernel that moves each value once. ``quack``: one kernel of the package
 ``quack-kernels`` in the tiles of ``TILES`` that were fastest. The providers of a row are measured in turns; a figure is
@@ -49,6 +54,14 @@ SHAPES = {
     "llama-8b": (8192, 4096, 14336, "swiglu", False),
 }
 
+#: For ``--gated``: rows, width, inner width, activation.
+GATED = {
+    "llama3-1b": (16384, 2048, 8192, "silu"),
+    "qwen3-0.6b": (16384, 1024, 3072, "silu"),
+    "llama3-8b": (8192, 4096, 14336, "silu"),
+    "gemma2-2b": (8192, 2304, 9216, "gelu_tanh"),
+}
+
 #: Turns of the FINALISTS, the fastest tiles of two turns, each of CALLS calls in a graph.
 ROUNDS, CALLS, FINALISTS = 9, 3, 3
 
@@ -66,7 +79,33 @@ TILES = {
     "256x128, dynamic": (256, 128, False, 2, 1, True),
 }
 
+#: As `TILES`.
+GATED_TILES = {name: TILES[name] for name in ("128x128 pingpong", "128x160 pingpong", "128x192 pingpong")} | {
+    "256x128": TILES["256x128"],
+    "128x256": TILES["128x256"],
+    "128x128 pingpong 1x2": (128, 128, True, 1, 2, False),
+}
+
 if triton is not None:
+
+    @triton.jit
+    def _gated_kernel(g, u, a, KIND: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x, y = tl.load(g + at).to(tl.float32), tl.load(u + at).to(tl.float32)
+        act = x * tl.sigmoid(x) if KIND == "silu" else _act(x, "gelu_tanh_approx")
+        tl.store(a + at, (act * y).to(tl.bfloat16))
+
+    @triton.jit
+    def _dgated_kernel(da, g, u, dg, du, KIND: tl.constexpr, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x, y, d = tl.load(g + at).to(tl.float32), tl.load(u + at).to(tl.float32), tl.load(da + at).to(tl.float32)
+        if KIND == "silu":
+            s = tl.sigmoid(x)
+            act, slope = x * s, s * (1 + x * (1 - s))
+        else:
+            act, slope = _act(x, "gelu_tanh_approx"), _derivative(x, "gelu_tanh_approx")
+        tl.store(dg + at, (d * y * slope).to(tl.bfloat16))
+        tl.store(du + at, (d * act).to(tl.bfloat16))
 
     @triton.jit
     def _act(z, KIND: tl.constexpr):
@@ -182,6 +221,64 @@ def dswiglu(dh: Tensor, z: Tensor, again: bool) -> tuple[Tensor, ...]:
     return (dz, h) if again else (dz,)
 
 
+def gated_rows(name: str) -> list[dict[str, Any]]:
+    """A row for each part: microseconds by provider."""
+    from stepgraph.kernels import gated, products, quack  # noqa: F401  (defines torch.ops.stepgraph.product)
+
+    M, D, N, kind = GATED[name]
+    torch.manual_seed(0)
+    x, dy = (randn(M, D, device="cuda") for _ in range(2))
+    w_gate, w_up = (randn(N, D, device="cuda", scale=D**-0.5) for _ in range(2))
+    down = randn(D, N, device="cuda", scale=N**-0.5)
+    g, u, da = x @ w_gate.t(), x @ w_up.t(), dy @ down
+    tuned = torch.ops.stepgraph.product
+
+    def act(u: Tensor) -> tuple[Tensor, Tensor]:
+        a = torch.empty_like(u)
+        _gated_kernel[(u.numel() // 1024,)](g, u, a, kind, BLOCK=1024, num_warps=4)
+        return u, a
+
+    def dact(da: Tensor) -> tuple[Tensor, Tensor]:
+        dg, du = torch.empty_like(g), torch.empty_like(g)
+        _dgated_kernel[(g.numel() // 1024,)](da, g, u, dg, du, kind, BLOCK=1024, num_warps=4)
+        return dg, du
+
+    def by_tile(tile: str, call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            quack._tiles = lambda: tiles(tile, True)
+            return call()
+
+        return run
+
+    parts: dict[str, dict[str, Callable[[], Any]]] = {
+        "one product": {"cublas": lambda: x @ w_up.t(), "tuned": lambda: tuned(x, w_up.t())},
+        "gradient alone": {"cublas": lambda: dy @ down, "tuned": lambda: tuned(dy, down)},
+        "kernel": {"triton": lambda: act(u)},
+        "kernel backward": {"triton": lambda: dact(da)},
+        "up and activation": {
+            "cublas": lambda: act(x @ w_up.t()),
+            "tuned": lambda: act(tuned(x, w_up.t())),
+            **{t: by_tile(t, lambda: gated.gated_product(x, w_up.t(), g, kind)) for t in GATED_TILES},
+        },
+        "backward": {
+            "cublas": lambda: dact(dy @ down),
+            "tuned": lambda: dact(tuned(dy, down)),
+            **{t: by_tile(t, lambda: gated.gated_product_backward(dy, down, g, u, kind)) for t in GATED_TILES},
+        },
+    }
+    rows = []
+    for what, calls in parts.items():
+        pool = torch.cuda.graph_pool_handle()
+        for call in calls.values():  # compiles, and times cuBLASLt's algorithms
+            call()
+        graphs = {provider: graph_of(call, pool) for provider, call in calls.items()}
+        replays(graphs, 2)
+        us = {provider: 1e3 * ms for provider, ms in replays(graphs, ROUNDS).items()}
+        rows.append({"model": name, "what": what, "us": us})
+        print(name, what, {provider: round(t) for provider, t in us.items()}, flush=True)
+    return rows
+
+
 def norm(y: Tensor, r: Tensor | None) -> tuple[Tensor, Tensor]:
     """The sum of both, if there are two, and its RMS norm."""
     M, D = y.shape
@@ -258,10 +355,10 @@ def quack_epilogues() -> Any:
 
 
 @functools.cache  # the package takes a configuration that it has seen by its identity
-def tiles(name: str) -> Any:
+def tiles(name: str, gated: bool = False) -> Any:
     from quack.gemm_config import GemmConfig
 
-    m, n, pingpong, cm, cn, dynamic = TILES[name]
+    m, n, pingpong, cm, cn, dynamic = (GATED_TILES if gated else TILES)[name]
     return GemmConfig(
         tile_m=m,
         tile_n=n,
@@ -558,22 +655,31 @@ def compile_only(names: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(SHAPES))
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--gated", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after these")
     options = parser.parse_args()
     start = time.perf_counter()
+    models = options.models or list(GATED if options.gated else SHAPES)
     if options.compile_only:
-        return compile_only(options.models)
+        return compile_only(models)
     from stepgraph.config.environment import environment, package_version
 
-    record: dict[str, Any] = {"environment": environment(), "shapes": SHAPES, "rows": []}
+    shapes = GATED if options.gated else SHAPES
+    record: dict[str, Any] = {"environment": environment(), "shapes": shapes, "rows": []}
     record["environment"]["versions"] |= {p: package_version(p) for p in ("quack-kernels", "nvidia-cutlass-dsl")}
+    if options.gated:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            record["rows"] = [row for name in models for row in gated_rows(name)]
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
+        return
     quack = quack_epilogues()
     torch.backends.cuda.matmul.allow_tf32 = False
     with torch.cuda.stream(torch.cuda.Stream()):
-        for name in options.models:
+        for name in models:
             for case in cases(name, "cuda", quack):
                 if time.perf_counter() - start > options.seconds:
                     print("out of time", flush=True)

@@ -214,8 +214,8 @@ class StepOptions:
     """Attention kernels: cuDNN, FlashAttention 2 or 4, FlexAttention, or torch's choice. auto: the fastest measured."""
 
     epilogues: Literal["torch", "quack", "auto"] = "torch"
-    """Run GELU and its gradient separately, or inside QuACK's products (pip install quack-kernels). auto: inside where
-    that was measured faster in isolation."""
+    """Run GELU, SwiGLU, GeGLU and their gradients separately, or inside QuACK's products (pip install quack-kernels).
+    auto: inside where that was measured faster."""
 
     loss_chunks: int | Literal["auto"] = "auto"
     """Compute logits and loss in N chunks of tokens, to save memory. auto: chunks of about 1 GiB of logits."""

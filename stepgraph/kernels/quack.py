@@ -2,6 +2,7 @@
 
     gelu_product:           `gelu.gelu_product`
     gelu_product_backward:  `gelu.gelu_product_backward`
+    gated_product, gated_product_backward:  as in `gated`, by epilogues of our own (`gated_quack`)
 
 A product has one order of additions whatever runs at the same time, so it is deterministic.
 Source: the package's ``quack/gemm_interface.py`` and ``quack/epilogue/library.py``, read at 0.6.5. ``tuned=False``
@@ -68,6 +69,25 @@ def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: st
     epilogue = importlib.import_module("quack.epilogue.library").dact_dbias_mod(_GELU[approximate])
     made = epilogue(dense(dy), dense(weight), z, config=_tiles())
     return made["D"], made["dwb"]
+
+
+def gated_product(x: Tensor, weight: Tensor, gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """``x`` (M, K), ``weight`` (K, N), both in any strides, and ``gate`` (M, N), contiguous, in bf16."""
+    made = _gated(activation)[0](dense(x), dense(weight), gate, config=_tiles())
+    return made["D"], made["a"]
+
+
+def gated_product_backward(
+    dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """``dy`` (M, K), ``weight`` (K, N), both in any strides, ``gate`` and ``up`` (M, N), contiguous, in bf16."""
+    made = _gated(activation)[1](dense(dy), dense(weight), gate, u=up, config=_tiles())
+    return made["D"], made["du"]
+
+
+def _gated(activation: str) -> Any:
+    _found()
+    return importlib.import_module("stepgraph.kernels.gated_quack").EPILOGUES[activation]
 
 
 @functools.cache  # the package knows a configuration by its identity

@@ -60,7 +60,7 @@ ORDER = (
     "overlap_experts",  # experts' tokens travel during compute
     "overlap",  # collectives of parameters during compute
     "async_tensor_parallel",  # numerics: products in a pipeline with collectives of activations
-    "product_epilogues",  # numerics: GELU inside products by QuACK
+    "product_epilogues",  # numerics: activations inside products by QuACK
     "gelu_kernels",  # numerics: GELU between products in our kernels, with the bias's gradient
     "concat_in_place",  # concatenations whose parts Inductor writes where they lie
     "copy_engines",  # numerics: FSDP's gathers and reductions without kernels of NCCL

@@ -1,4 +1,4 @@
-"""Products with GELU by QuACK on a GPU: against fp32, the same every time, and in a step of one CUDA graph."""
+"""Products with activations by QuACK on a GPU: against fp32, the same every time, and in a step of one CUDA graph."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import stepgraph
-from stepgraph.kernels import gelu, quack
+from stepgraph.kernels import gated, gelu, quack
 from stepgraph.passes import StepOptions
 
 aten = torch.ops.aten
@@ -53,6 +53,37 @@ def test_kernels(sizes, approximate):
         assert all(map(torch.equal, found, gelu.gelu_product_backward(dy, w, z, approximate)))
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("sizes", [(512, 256, 384), (1000, 776, 1032)])
+def test_gated_kernels(sizes, activation):
+    M, K, N = sizes
+    torch.manual_seed(0)
+    x, dy, gate, up = (torch.randn(M, n, device="cuda").bfloat16() for n in (K, K, N, N))
+    weight, down = ((torch.randn(s, device="cuda") * K**-0.5).bfloat16() for s in ((N, K), (K, N)))
+    z = gate.float().requires_grad_()
+    act = F.silu(z) if activation == "silu" else F.gelu(z, approximate="tanh")
+    u, da = F.linear(x.float(), weight.float()), dy.float() @ down.float()
+    found = gated.gated_product(x, weight.t(), gate, activation)
+    near(found[0], u)
+    near(found[1], act.detach() * u)
+    assert all(map(torch.equal, found, gated.gated_product(x, weight.t(), gate, activation)))
+    found = gated.gated_product_backward(dy, down, gate, up, activation)
+    near(found[0], torch.autograd.grad(act, z, da * up.float(), retain_graph=True)[0])
+    near(found[1], da * act.detach())
+    assert all(map(torch.equal, found, gated.gated_product_backward(dy, down, gate, up, activation)))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        sizes = (256, 1024), (256, 1024), (1024, 256)
+        self.norm, (self.gate, self.up, self.down) = nn.RMSNorm(256), (nn.Linear(*s, bias=False) for s in sizes)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -62,13 +93,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+@pytest.mark.parametrize("block", [Block, Gated])
 @pytest.mark.parametrize("inductor", ["full", "off"])
-def test_a_step(inductor):
+def test_a_step(inductor, block):
     """The losses of five steps are near those of a step without."""
 
     def trained(epilogues):
         torch.manual_seed(0)
-        model = nn.Sequential(*(Block() for _ in range(2))).cuda()
+        model = nn.Sequential(*(block() for _ in range(2))).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
         x = torch.randn(4, 256, 256, device="cuda")
 

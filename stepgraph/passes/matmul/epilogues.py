@@ -1,20 +1,23 @@
-"""GELU and its gradient inside the products before them, by QuACK's kernels, where the option asks for it.
+"""Activations and their gradients inside the products before them, by QuACK's kernels, where the option asks for it.
 
-    z = addmm(bias, x, w), a = gelu(z)          ->  z, a = gelu_product(x, w, bias)
+    z = addmm(bias, x, w), a = gelu(z)           ->  z, a = gelu_product(x, w, bias)
     dz = gelu_backward(mm(dy, w), z), dz.sum(0)  ->  dz, db = gelu_product_backward(dy, w, z)
 
-Matches bf16 products, with or without a bias, and with views in between. Saves a read of z in forward; in backward the
-gradient of GELU's result is never written to memory. ``auto`` uses QuACK's if the package is installed and the pair was
-faster on one H200 than QuACK's product followed by a kernel at a copy's speed: 1.09 to 1.27 times forward, 1.14 times
-backward with GELU by tanh. It leaves the gradient of exact GELU alone, whose error function costs what is saved (0.96
-to 1.03 times; `benchmarks/h200_epilogues.json`).
-Tier numerics: GELU is computed from the fp32 sums, before they are rounded. Preconditions: only products read GELU's
-result, since a compiler would fuse other readers with it and not write it; its gradient has no other reader; and
-between the product and GELU nothing writes to the product's operands or its result.
+and gated activations, as in `gated`. Matches bf16 products, with or without a bias, and with views in between. Saves a
+read of z in forward; in backward the gradient of the activation's result is never written to memory. ``auto`` uses
+QuACK's if the package is installed and the pair was faster on one H200: GELU than QuACK's product followed by a kernel
+at a copy's speed (1.09 to 1.27 times forward, 1.14 times backward with GELU by tanh; `benchmarks/h200_epilogues.json`),
+gated activations than the fastest of cuBLASLt's products followed by a kernel (1.09 to 1.19 times forward, 1.13 to 1.27
+times backward; `benchmarks/h200_epilogues_gated.json`). It leaves the gradient of exact GELU alone, whose error
+function costs what is saved (0.96 to 1.03 times).
+Tier numerics: activations are computed from the fp32 sums, before they are rounded. Preconditions: only products read
+the activation's result, since a compiler would fuse other readers with it and not write it; its gradient has no other
+reader; and between the product and the activation nothing writes to the product's operands or its result.
 Source: the package.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -24,48 +27,76 @@ from torch import fx
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, only_user
+from stepgraph.graph.facts import argument, behind_reshapes, only_user
 from stepgraph.kernels import gelu, quack
 from stepgraph.passes.contract import PassReport, StepGraph, register
+from stepgraph.passes.matmul.gated import gated_pairs
+from stepgraph.passes.matmul.pairs import Pair, feeds_products, replace_sums, sums_of_rows
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
-_PRODUCTS = (aten.mm.default, aten.addmm.default)
 
-#: What was measured: compute capability, and for products (M, K) (K, N) the least M, the range of K, and the least N.
-_CAPABILITY, _ROWS, _INNER, _OUTER = (9, 0), 16384, (768, 1024), 3072
+#: Where it was measured: compute capability; what was faster there, and for products (M, K) (K, N) the least M, the
+#: range of K, and the least N.
+_CAPABILITY = (9, 0)
+_GELU = [(16384, (768, 1024), 3072)]
+_GATED = [(16384, (1024, 2048), 3072), (8192, (2048, 4096), 8192)]
+_FASTER = {
+    **dict.fromkeys(("GELU", "GELU by tanh", "gradient of GELU by tanh"), _GELU),
+    **dict.fromkeys(("gated activation", "gradient of a gated activation"), _GATED),
+}
 
 
 @dataclass(frozen=True)
 class EpilogueOptions:
-    """``backend``: of every product with GELU, or ``auto``. ``capability``: the GPU's, None where unknown; by the
-    target."""
+    """``backend``: of every product with an activation, or ``auto``. ``capability``: the GPU's, None where unknown; by
+    the target."""
 
     backend: Literal["quack", "auto"] = "quack"
     capability: tuple[int, int] | None = None
 
 
 @dataclass
-class _Pair:
-    """``product``, the ``gelu`` or ``gelu_backward`` that reads it through views, and in backward the ``sums`` of its
-    result over rows."""
+class _Forward(Pair):
+    """``last`` is the GELU that reads the product through views."""
 
-    product: fx.Node
-    gelu: fx.Node
+    @property
+    def what(self) -> str:
+        return _name(self.last)
+
+    def rewrite(self) -> None:
+        product, node = self.product, self.last
+        bias = product.args[0] if product.target is aten.addmm.default else None
+        build = Builder(product, node, before=product)
+        both = build(ours.gelu_product.default, *self.matrices, bias, argument(node, "approximate"))
+        z, a = build.parts(both)
+        a, view = build.view(a, node.meta["val"].shape), node.args[0]
+        replace_node(product, z)
+        replace_node(node, a)
+        if view is not product:
+            erase_unread(view)
+
+
+@dataclass
+class _Backward(Pair):
+    """``last`` is the gelu_backward that reads the product through views, ``sums`` are those of its result over
+    rows."""
+
     sums: list[fx.Node] = field(default_factory=list)
 
     @property
-    def matrices(self) -> tuple[fx.Node, fx.Node]:
-        return self.product.args[-2:]
+    def what(self) -> str:
+        return f"gradient of {_name(self.last)}"
 
-    @property
-    def backward(self) -> bool:
-        return self.gelu.target is aten.gelu_backward.default
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """(M, K, N)."""
-        a, b = (node.meta["val"] for node in self.matrices)
-        return *a.shape, b.shape[1]
+    def rewrite(self) -> None:
+        product, node = self.product, self.last
+        gradient, z = node.args[:2]
+        build = Builder(product, node, before=node)
+        z = build.view(z, product.meta["val"].shape)
+        both = build(ours.gelu_product_backward.default, *self.matrices, z, argument(node, "approximate"))
+        dz, db = build.parts(both)
+        replace_node(node, build.view(dz, node.meta["val"].shape))
+        replace_sums(self.sums, db)
+        erase_unread(gradient)
 
 
 @register(
@@ -79,21 +110,30 @@ class _Pair:
     forecast=False,  # which knows one rate for both
 )
 def product_epilogues(step: StepGraph, options: EpilogueOptions, report: PassReport) -> None:
-    """Compute GELU and its gradient inside the products before them, by QuACK's kernels."""
+    """Compute activations and their gradients inside the products before them, by QuACK's kernels."""
     aliases = Aliases(step.graph)
-    found = [*_forward(step, aliases), *_backward(step, aliases)]
+    found = [pair for find in (_forward, _backward, gated_pairs) for pair in find(step, aliases)]
     report.matched = len(found)
     if not found:
         return
-    able = [pair for pair in found if _takes(pair)]
-    able, why = _chosen(able, options)
-    for pair in able:
-        (_rewrite_backward if pair.backward else _rewrite)(pair)
-    report.changed = len(able)
-    report.summary = f"{report.changed} of {report.matched} GELUs and gradients in products by QuACK: {why}"
+    if options.backend == "quack":
+        why = quack.unavailable() if any(map(_takes, found)) else "none is in bf16 on a GPU"
+        if why is not None:
+            raise ValueError(f"epilogues=quack: {why}; use epilogues=torch or epilogues=auto")
+    reasons: Counter[tuple[str, str]] = Counter()
+    for pair in found:
+        left = _why_left(pair, options)
+        taken = "asked for" if options.backend == "quack" else "faster on one H200 (benchmarks/README.md)"
+        where = "{}, {} x {} x {}".format(pair.what, *pair.sizes)
+        reasons[where, left or f"by QuACK, {taken}"] += 1
+        if left is None:
+            report.changed += 1
+            pair.rewrite()
+    report.notes += [f"{where} ({count}): {why}" for (where, why), count in reasons.items()]
+    report.summary = f"{report.changed} of {report.matched} activations and gradients in products by QuACK"
 
 
-def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
+def _forward(step: StepGraph, aliases: Aliases) -> Iterator[Pair]:
     seen = set()  # a GELU that backward recomputes stays
     for node in step.calling(aten.gelu.default):
         product = behind_reshapes(node.args[0])
@@ -107,10 +147,10 @@ def _forward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
             continue
         if not aliases.written_between(product, aliases.position[product], place):
             seen.add(product)
-            yield _Pair(product, node)
+            yield _Forward(product, node)
 
 
-def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
+def _backward(step: StepGraph, aliases: Aliases) -> Iterator[Pair]:
     for node in step.calling(aten.gelu_backward.default):
         product, reader = behind_reshapes(node.args[0]), node
         while reader is not product and only_user(reader.args[0]) is reader:
@@ -123,90 +163,28 @@ def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Pair]:
             continue
         first, last = aliases.position[product], aliases.position[node]
         if not any(aliases.written_between(n, first, last) for n in product.args):
-            yield _Pair(product, node, list(sums_of_rows(node, product.meta["val"].shape)))
+            yield _Backward(product, node, list(sums_of_rows(node, product.meta["val"].shape)))
 
 
-def feeds_products(node: fx.Node, besides: Collection[fx.Node] = ()) -> bool:
-    """Whether all readers of ``node`` are products or ``besides``, also through views."""
-    return all(
-        feeds_products(user, besides)
-        if user.target in (*RESHAPES, aten.t.default)
-        else user.target in _PRODUCTS or user in besides
-        for user in node.users
-    )
-
-
-def sums_of_rows(node: fx.Node, shape: torch.Size) -> Iterator[fx.Node]:
-    """Sums of the rows of ``node`` as a matrix of ``shape``."""
-    for user in node.users:
-        if user.target in RESHAPES:
-            yield from sums_of_rows(user, shape)
-        elif (
-            user.target is aten.sum.dim_IntList
-            and node.meta["val"].shape == shape
-            and list(user.args[1]) in ([0], [-2])
-            and argument(user, "dtype") is None
-        ):
-            yield user
-
-
-def replace_sums(sums: Iterable[fx.Node], total: fx.Node) -> None:
-    """``total`` takes the place of ``sums``, as `sums_of_rows` gives them."""
-    for one in sums:
-        build, value = Builder(one, before=one), one.meta["val"]
-        replace_node(one, build.cast(build.view(total, value.shape), value.dtype), sweep=True)
-
-
-def _takes(pair: _Pair) -> bool:
+def _takes(pair: Pair) -> bool:
     """Whether the package supports the pair: bf16, with K and N multiples of 8 (16 bytes)."""
-    inputs = [node.meta["val"] for node in (*pair.matrices, pair.gelu)]
+    inputs = [node.meta["val"] for node in (*pair.matrices, pair.last)]
     return all(gelu.on_device(x) for x in inputs) and all(size % 8 == 0 for size in pair.sizes[1:])
 
 
-def _chosen(able: list[_Pair], options: EpilogueOptions) -> tuple[list[_Pair], str]:
-    """The pairs to rewrite, of the ones that the package supports, and why."""
+def _why_left(pair: Pair, options: EpilogueOptions) -> str | None:
+    """Why the pair is left to torch; None where it is not."""
+    if not _takes(pair):
+        return "not in bf16, or K or N is no multiple of 8"
     if options.backend == "quack":
-        why = quack.unavailable() if able else "none is in bf16 on a GPU"
-        if why is not None:
-            raise ValueError(f"epilogues=quack: {why}; use epilogues=torch or epilogues=auto")
-        return able, "asked for"
-    measured = [pair for pair in able if _faster(pair)]
-    if not measured:
-        return [], "no pair has sizes that were measured to be faster"
-    if options.capability != _CAPABILITY:
-        return [], "measured only on compute capability {}.{}".format(*_CAPABILITY)
-    why = quack.unavailable()
-    if why is not None:
-        return [], why
-    return measured, "faster for these sizes on one H200 (benchmarks/h200_epilogues.json)"
-
-
-def _faster(pair: _Pair) -> bool:
+        return None
     M, K, N = pair.sizes
-    by_tanh = argument(pair.gelu, "approximate") == "tanh"
-    return M >= _ROWS and _INNER[0] <= K <= _INNER[1] and N >= _OUTER and (by_tanh or not pair.backward)
+    if not any(m <= M and least <= K <= most and n <= N for m, (least, most), n in _FASTER.get(pair.what, ())):
+        return "not measured to be faster"
+    if options.capability != _CAPABILITY:
+        return "measured only on compute capability {}.{}".format(*_CAPABILITY)
+    return quack.unavailable()
 
 
-def _rewrite(pair: _Pair) -> None:
-    product, node = pair.product, pair.gelu
-    bias = product.args[0] if product.target is aten.addmm.default else None
-    build = Builder(product, node, before=product)
-    both = build(ours.gelu_product.default, *pair.matrices, bias, argument(node, "approximate"))
-    z, a = build.parts(both)
-    a, view = build.view(a, node.meta["val"].shape), node.args[0]
-    replace_node(product, z)
-    replace_node(node, a)
-    if view is not product:
-        erase_unread(view)
-
-
-def _rewrite_backward(pair: _Pair) -> None:
-    product, node = pair.product, pair.gelu
-    gradient, z = node.args[:2]
-    build = Builder(product, node, before=node)
-    z = build.view(z, product.meta["val"].shape)
-    both = build(ours.gelu_product_backward.default, *pair.matrices, z, argument(node, "approximate"))
-    dz, db = build.parts(both)
-    replace_node(node, build.view(dz, node.meta["val"].shape))
-    replace_sums(pair.sums, db)
-    erase_unread(gradient)
+def _name(node: fx.Node) -> str:
+    return "GELU by tanh" if argument(node, "approximate") == "tanh" else "GELU"

@@ -20,8 +20,8 @@ from stepgraph.graph.edit import replace as replace_node
 from stepgraph.graph.facts import argument, behind_reshapes, only_user
 from stepgraph.kernels import gelu_rows  # noqa: F401  (defines operators of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
-from stepgraph.passes.matmul.epilogues import feeds_products, replace_sums, sums_of_rows
 from stepgraph.passes.matmul.gelu_formula import name_gelus
+from stepgraph.passes.matmul.pairs import feeds_products, replace_sums, sums_of_rows
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 

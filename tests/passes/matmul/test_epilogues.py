@@ -1,4 +1,4 @@
-"""GELU in the products before it: the values, what is left alone, which are chosen and why, and the package's calls."""
+"""Activations in the products before them: the values, what is left alone, which are chosen and why, and the calls."""
 
 import dataclasses
 import sys
@@ -16,7 +16,7 @@ from stepgraph.capture import StepGraph
 from stepgraph.graph.provenance import Provenance, set_provenance
 from stepgraph.graph.step_graph import InputSpec
 from stepgraph.graph.values import Metric, Parameter
-from stepgraph.kernels import gelu, quack
+from stepgraph.kernels import gated, gelu, quack
 from stepgraph.passes import StepOptions, chosen, get, run_passes
 from stepgraph.passes.contract import Target
 
@@ -37,9 +37,9 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    def __init__(self, act, bias=True, dtype=torch.float32):
+    def __init__(self, act, bias=True, dtype=torch.float32, block=Block):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(act, bias, dtype) for _ in range(2))
+        self.blocks = nn.ModuleList(block(act, bias, dtype) for _ in range(2))
 
     def forward(self, x):
         for block in self.blocks:
@@ -82,8 +82,7 @@ def test_values_and_gradients(shape, approximate, bias, monkeypatch):
     model = Tower(lambda x: F.gelu(x, approximate=approximate), bias)
     step, found, expected = captured(model, torch.randn(shape), monkeypatch)
     assert report(step).matched == report(step).changed == 4
-    assert report(step).summary == "4 of 4 GELUs and gradients in products by QuACK: asked for"
-    assert not report(step).notes
+    assert report(step).summary == "4 of 4 activations and gradients in products by QuACK"
     left = targets(step)
     assert left.count(ours.gelu_product.default) == left.count(ours.gelu_product_backward.default) == 2
     assert aten.gelu.default not in left and aten.gelu_backward.default not in left
@@ -169,6 +168,91 @@ def test_left_alone(name, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+class Gated(nn.Module):
+    """``down(act(gate) * up)``, with the factors in the order that is asked for."""
+
+    def __init__(self, act, up_first=False, dtype=torch.float32):
+        super().__init__()
+        sizes = (16, 32), (16, 32), (32, 16)
+        self.gate, self.up, self.down = (nn.Linear(*size, bias=False, dtype=dtype) for size in sizes)
+        self.act, self.up_first = act, up_first
+
+    def forward(self, x):
+        a = self.act(self.gate(x))
+        return x + self.down(self.up(x) * a if self.up_first else a * self.up(x))
+
+
+GATES = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("shape", [(8, 16), (2, 4, 16)])
+@pytest.mark.parametrize("activation", GATES)
+def test_gated(activation, shape, autocast, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gated(GATES[activation], up_first) for up_first in (False, True)))
+    step, found, expected = captured(model, torch.randn(shape), monkeypatch, autocast=autocast)
+    assert report(step).summary == "4 of 4 activations and gradients in products by QuACK"
+    left = targets(step)
+    assert left.count(ours.gated_product.default) == left.count(ours.gated_product_backward.default) == 2
+    assert not {aten.silu.default, aten.gelu.default, aten.silu_backward.default} & set(left)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 if not autocast else 1e-3)
+
+
+@pytest.mark.parametrize(("policy", "forward"), [("full", 4), ("selective", 2)])
+def test_gated_computed_again(policy, forward, monkeypatch):
+    torch.manual_seed(0)
+    model = Tower(F.silu, False, block=Gated)
+    step, found, expected = captured(
+        model, torch.randn(8, 16), monkeypatch, get("inductor"), before=[get("recompute", policy=policy)]
+    )
+    assert report(step).matched == report(step).changed == 2 + forward
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def gated_by(change):
+    """A gated layer whose gate, result of ``up`` and activated gate ``change`` gets, and gives the product."""
+
+    class Changed(Gated):
+        def forward(self, x):
+            gate, up = self.gate(x), self.up(x)
+            return x + self.down(change(gate, up, F.silu(gate)))
+
+    return Changed(F.silu)
+
+
+#: What stands between the products, and how many of the two are in products forward and backward.
+LEFT_GATED = {
+    "read by more than products": (lambda gate, up, a: (a * up).exp(), 0, 0),
+    "another activation": (lambda gate, up, a: F.gelu(gate) * up, 0, 0),
+    "not a product": (lambda gate, up, a: a * up.exp(), 0, 1),
+    "its gate alone": (lambda gate, up, a: a * 2, 0, 0),
+    "broadcast": (lambda gate, up, a: a[:1] * up, 0, 0),
+    "the gate comes later": (lambda gate, up, a: F.silu(up) * gate, 1, 1),
+    "read before the gate": (lambda gate, up, a: F.silu(up + gate) * gate, 0, 1),
+    "read twice": (lambda gate, up, a: a * up + 0 * a, 1, 0),  # the gradient of up is of the form of forward
+}
+
+
+@pytest.mark.parametrize("name", LEFT_GATED)
+def test_gated_left_alone(name, monkeypatch):
+    torch.manual_seed(0)
+    change, forward, backward = LEFT_GATED[name]
+    step, found, expected = captured(gated_by(change), torch.randn(8, 16), monkeypatch)
+    left = targets(step)
+    assert (left.count(ours.gated_product.default), left.count(ours.gated_product_backward.default)) == (
+        forward,
+        backward,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gated_activations_by_name():
+    x = torch.randn(4, 4)
+    with pytest.raises(ValueError, match="got the activation 'relu'; allowed are 'silu' and 'gelu_tanh'"):
+        gated.gated_product(x, x, x, "relu")
+
+
 def pairs(M=16384, K=768, N=3072, dtype=torch.bfloat16, approximate="tanh"):
     """A step of a product with GELU and of its gradient, on a fake GPU."""
 
@@ -187,6 +271,26 @@ def pairs(M=16384, K=768, N=3072, dtype=torch.bfloat16, approximate="tanh"):
     return StepGraph(module, inputs, [Metric(str(i)) for i in range(2)])
 
 
+def gated_pairs(M=16384, K=2048, N=8192):
+    """A step of a gated activation and its gradient, on a fake GPU."""
+
+    def program(x, w_gate, w_up, dy, down):
+        gate, up = x @ w_gate.t(), x @ w_up.t()
+        da = dy @ down
+        act = F.gelu(gate, approximate="tanh")
+        dg, du = aten.gelu_backward(da * up, gate, approximate="tanh"), da * act
+        return (act * up) @ down.t(), dg @ w_gate, du @ w_up
+
+    with FakeTensorMode():
+        shapes = (M, K), (N, K), (N, K), (M, K), (K, N)
+        module = make_fx(program)(*(torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes))
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            set_provenance(node, Provenance("layers.0.mlp", "forward", "model.py:1"))
+    names = ("x", "w_gate", "w_up", "dy", "down")
+    return StepGraph(module, [InputSpec(Parameter(n)) for n in names], [Metric(str(i)) for i in range(3)])
+
+
 def run(step, backend, capability=(9, 0)):
     target = Target("cuda", capability=capability)
     (found,) = run_passes(step, [get("product_epilogues", backend=backend)], target=target)
@@ -196,15 +300,14 @@ def run(step, backend, capability=(9, 0)):
 @pytest.mark.parametrize(
     ("sizes", "capability", "installed", "changed", "why"),
     [
-        ({}, (9, 0), True, 2, "faster for these sizes on one H200 (benchmarks/h200_epilogues.json)"),
-        ({"K": 1024, "N": 4096}, (9, 0), True, 2, "faster for these sizes on one H200 (benchmarks/"),
-        ({"approximate": "none"}, (9, 0), True, 1, "faster for these sizes on one H200 (benchmarks/"),
-        ({"M": 16383}, (9, 0), True, 0, "no pair has sizes that were measured to be faster"),
-        ({"K": 760}, (9, 0), True, 0, "no pair has sizes that were measured to be faster"),
-        ({"K": 2048}, (9, 0), True, 0, "no pair has sizes that were measured to be faster"),
-        ({"N": 3000}, (9, 0), True, 0, "no pair has sizes that were measured to be faster"),
-        ({"N": 3074}, (9, 0), True, 0, "no pair has sizes that were measured to be faster"),
-        ({"dtype": torch.float32}, (9, 0), True, 0, "no pair has sizes that were measured to be faster"),
+        ({}, (9, 0), True, 2, "by QuACK, faster on one H200 (benchmarks/README.md)"),
+        ({"K": 1024, "N": 4096}, (9, 0), True, 2, "by QuACK, faster on one H200 (benchmarks/README.md)"),
+        ({"M": 16383}, (9, 0), True, 0, "not measured to be faster"),
+        ({"K": 760}, (9, 0), True, 0, "not measured to be faster"),
+        ({"K": 2048}, (9, 0), True, 0, "not measured to be faster"),
+        ({"N": 3000}, (9, 0), True, 0, "not measured to be faster"),
+        ({"N": 3074}, (9, 0), True, 0, "not in bf16, or K or N is no multiple of 8"),
+        ({"dtype": torch.float32}, (9, 0), True, 0, "not in bf16, or K or N is no multiple of 8"),
         ({}, (10, 0), True, 0, "measured only on compute capability 9.0"),
         ({}, (9, 0), False, 0, "quack-kernels is not installed"),
     ],
@@ -212,8 +315,39 @@ def run(step, backend, capability=(9, 0)):
 def test_auto_says_what_it_chose_and_why(sizes, capability, installed, changed, why, monkeypatch):
     monkeypatch.setattr(quack, "unavailable", lambda: None if installed else "quack-kernels is not installed")
     found = run(pairs(**sizes), "auto", capability)
-    assert (found.matched, found.changed, found.notes) == (2, changed, [])
-    assert found.summary.startswith(f"{changed} of 2 GELUs and gradients in products by QuACK: {why}")
+    assert found.summary == f"{changed} of 2 activations and gradients in products by QuACK"
+    M, K, N = (({"M": 16384, "K": 768, "N": 3072} | sizes)[size] for size in "MKN")
+    assert found.notes == [
+        f"GELU by tanh, {M} x {K} x {N} (1): {why}",
+        f"gradient of GELU by tanh, {M} x {K} x {N} (1): {why}",
+    ]
+
+
+def test_auto_leaves_the_gradient_of_exact_gelu(monkeypatch):
+    monkeypatch.setattr(quack, "unavailable", lambda: None)
+    found = run(pairs(approximate="none"), "auto")
+    assert found.changed == 1 and found.notes == [
+        "GELU, 16384 x 768 x 3072 (1): by QuACK, faster on one H200 (benchmarks/README.md)",
+        "gradient of GELU, 16384 x 768 x 3072 (1): not measured to be faster",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend", "why"),
+    [
+        ({"M": 512}, "quack", "by QuACK, asked for"),
+        *(({"M": M, "K": K, "N": N}, "auto", "by QuACK, faster on one H200 (benchmarks/README.md)")
+          for M, K, N in ((16384, 2048, 8192), (16384, 1024, 3072), (8192, 4096, 14336), (8192, 2304, 9216))),
+        *(({"M": M, "K": K, "N": N}, "auto", "not measured to be faster")
+          for M, K, N in ((8192, 1024, 3072), (16384, 768, 3072), (8192, 5120, 14336))),
+    ],
+)  # fmt: skip
+def test_which_gated_activations(sizes, backend, why, monkeypatch):
+    monkeypatch.setattr(quack, "unavailable", lambda: None)
+    found = run(gated_pairs(**sizes), backend)
+    assert found.changed == (2 if why.startswith("by") else 0)
+    M, K, N = (({"M": 16384, "K": 2048, "N": 8192} | sizes)[size] for size in "MKN")
+    assert found.notes == [f"{what}gated activation, {M} x {K} x {N} (1): {why}" for what in ("", "gradient of a ")]
 
 
 def test_asked_for_where_it_cannot_be(monkeypatch):
