@@ -36,6 +36,7 @@ from stepgraph.lower import Lengths, StepSpec, learn_lengths, rewrite, trace
 from stepgraph.parallel import placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, Target, for_labels, resolve
+from stepgraph.passes.compile.helpers import drop_helpers
 from stepgraph.passes.waiting import Waiting
 from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
@@ -370,8 +371,11 @@ class CapturedStep:
 
     @compat.collector_off()  # once for all parts: it would walk the trace again after each
     def _bind(self, batch: Any, signature: tuple) -> BoundStep:
-        with Waiting(why=_of_another_form(batch), first_s=1.0) if self._forms else Waiting():
-            return self._captured(batch, signature)
+        try:
+            with Waiting(why=_of_another_form(batch), first_s=1.0) if self._forms else Waiting():
+                return self._captured(batch, signature)
+        finally:
+            drop_helpers()
 
     def _captured(self, batch: Any, signature: tuple) -> BoundStep:
         self._forms.make_room(batch, signature)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stepgraph import compat
+from stepgraph.errors import CaptureError
 
 aten = torch.ops.aten
 NAMESPACE = "stepgraph_autocast"
@@ -81,10 +82,12 @@ def _check(name: str, fake: Callable, made: Any, args: tuple[Any, ...], kwargs: 
         said = fake(*fakes[0], **fakes[1])
     for real, fake in zip(*map(compat.pytree.tree_leaves, (made, said)), strict=True):
         if isinstance(real, torch.Tensor) and real.dtype != fake.dtype:
-            raise RuntimeError(
+            fix = f"end the operator by .to({fake.dtype}), or ask torch.get_autocast_dtype in the fake one"
+            if name.split(_SEPARATOR)[1] == "bitsandbytes":
+                fix = f"set bnb_4bit_compute_dtype={real.dtype}"
+            raise CaptureError(
                 f"{'.'.join(name.split(_SEPARATOR)[1:])} gives {real.dtype} under autocast, and its fake "
-                f"implementation says {fake.dtype}; let both give one dtype: end the operator by .to({fake.dtype}), or "
-                "ask torch.get_autocast_dtype in the fake one"
+                f"implementation says {fake.dtype}; let both give one dtype: {fix}"
             )
 
 

@@ -315,7 +315,8 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
         if now != was:
             raise CaptureError(
                 f"forward assigns {slot.name}.data, and a captured step keeps its state in the same memory; write in "
-                "place, as by .data.copy_(...)"
+                "place, as by .data.copy_(...), or call the model once first, if only its first call assigns it, as "
+                "bitsandbytes' layers cast their bias"
             )
 
 

@@ -36,7 +36,7 @@ def inductor_compile(
     The result takes its arguments in a list and empties it, so that each tensor can be freed after its last use.
     Raises ``ValueError`` if a C++ compiler is needed and there is none.
     """
-    from torch._inductor import config, cpu_vec_isa, graph, ir, lowering, standalone_compile
+    from torch._inductor import config, graph, ir, lowering, standalone_compile
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     # From 2.14 on torch takes the graph's own fake mode; capture's has no ShapeEnv, without which Inductor's cache on
@@ -62,9 +62,7 @@ def inductor_compile(
                 ir.StorageBox,
                 should_realize_on_reuse=functools.partialmethod(_write_once, ir.StorageBox.should_realize_on_reuse),
             ),
-            replaced(
-                cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, cpu_vec_isa.valid_vec_isa_list)
-            ),
+            _fewer_instructions_tried(),
         ):
             artifact = standalone_compile(
                 module, list(example_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
@@ -100,6 +98,8 @@ def _mutate(mutate_to: Callable[..., Any], changed: Any, value: Any, **kwargs: A
     from torch._inductor import ir
 
     is_view = isinstance(value, ir.TensorBox) and isinstance(value.data, ir.BaseView)
+    if is_view:
+        changed.realize()
     if is_view and changed.get_name() in value.get_read_names():
         value = ir.ExternKernel.copy_input(value)
     return mutate_to(changed, value, **kwargs)
@@ -132,6 +132,13 @@ def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             yield from _readers(user)
         else:
             yield user
+
+
+def _fewer_instructions_tried() -> contextlib.AbstractContextManager[None]:
+    from torch._inductor import cpu_vec_isa
+
+    all_of = cpu_vec_isa.valid_vec_isa_list
+    return replaced(cpu_vec_isa, valid_vec_isa_list=functools.partial(_vector_instructions, all_of))
 
 
 def _vector_instructions(all_of: Callable[[], list[Any]]) -> list[Any]:
@@ -211,7 +218,7 @@ def inductor_load(data: bytes) -> Callable[[list[Any]], Sequence[Any]]:
         file = os.path.join(folder, "piece")
         with open(file, "wb") as stream:
             stream.write(data)
-        with kernels_together():
+        with kernels_together(), _fewer_instructions_tried():
             artifact = CompiledArtifact.load(path=file, format="binary")
     (cell,) = artifact._compiled_fn.__closure__  # takes arguments one by one; inside is what takes a list
     return cell.cell_contents
@@ -303,17 +310,31 @@ def inductor_settings() -> tuple[Any, ...]:
     return config.get_hash(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
 
 
-def take_inductor_settings(settings: tuple[Any, ...], threads: int | None) -> bool:
-    """Set what can be of another process's `inductor_settings`; whether they are then the same here. ``threads``: its
-    ``config.compile_threads``, which decides nothing of what Inductor makes but is among them."""
+def inductor_workers() -> dict[str, Any]:
+    """What of `inductor_settings` decides nothing of what Inductor makes: which processes compile its kernels."""
+    from torch._inductor import config
+
+    return {name: getattr(config, name) for name in ("compile_threads", "worker_start_method")}
+
+
+def take_inductor_settings(settings: tuple[Any, ...], workers: dict[str, Any]) -> bool:
+    """Set what can be of another process's `inductor_settings`; whether they are then the same here. ``workers``: its
+    `inductor_workers`."""
     from torch._inductor import config
 
     _, deterministic, precision = settings
     torch.use_deterministic_algorithms(deterministic)
     if torch.get_float32_matmul_precision() != precision:  # to set it again is another key
         torch.set_float32_matmul_precision(precision)
-    with config.patch(compile_threads=threads):
+    with config.patch(workers):
         return inductor_settings() == settings
+
+
+def inductor_has_cached() -> bool:
+    """Whether Inductor's cache on disk has any graph."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return os.path.exists(os.path.join(cache_dir(), "fxgraph"))
 
 
 def inductor_cache_counts() -> tuple[int, int]:

@@ -17,9 +17,10 @@ pattern of torch 2.13 fails, -> what that pattern would make of it. ``x * 0``, o
 ``x`` is not finite, -> ``x * 0.0``.
 """
 
+import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -165,10 +166,12 @@ class Compilation:
 
 
 class Helpers(Protocol):
-    """Processes that compile some of the pieces into Inductor's cache on disk."""
+    """Processes that compile some of the pieces into Inductor's cache on disk: ``compiled`` so far."""
+
+    compiled: int
 
     def share(self, work: Mapping[tuple, tuple[fx.GraphModule, dict[str, Any]]]) -> Iterator[tuple]:
-        """The keys of ``work``, pieces with their options, in the order in which to compile or load them here."""
+        """Hand out ``work``, pieces with their options: its keys in the order in which to compile or load them here."""
 
     def stop(self) -> None:
         """They are useless."""
@@ -187,8 +190,8 @@ def compile_pieces(
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``on_first``:
-    called just before the first piece is compiled in this process, to start work that can run concurrently; helpers
-    that are ready have their pieces by then. ``helpers``: compile some of them at the same time, for one length.
+    called before the first piece is compiled or loaded in this process, for what can be done while ``helpers`` compile,
+    which have their pieces by then, for one length.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
@@ -207,30 +210,29 @@ def compile_pieces(
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     made: dict[tuple, tuple[Compiled, Use]] = {}
-    for key in _order(work, None if any_length else helpers):
-        if on_first is not None and not made:
-            on_first()
+    order = _order(work, None if any_length else helpers)
+    if on_first is not None and work:
+        on_first()
+    for key in order:
         before = compat.inductor_cache_counts()
         log.info("compiling piece %d of %d, %s", len(made) + 1, len(work), distinct[key])
         made[key] = compiled_once(key, *work[key], any_length)
         loaded, missing = (now > then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
         if missing:  # and so will the next ones be
             compat.await_compile_workers()
-        elif loaded and helpers is not None and len(made) == 1:
+        elif loaded and helpers is not None and len(made) == 1 and not helpers.compiled:
             helpers.stop()
     attributes: dict[str, Any] = {name: made[key][0] for key, name in distinct.items()}
     uses = [made[key][1] for key in distinct]
     return Compilation(_with_calls(module, starts, called, attributes), list(attributes.values()), uses)
 
 
-def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: Helpers | None) -> Iterator[tuple]:
-    """The keys of ``work`` in the order in which to compile them here."""
+def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: Helpers | None) -> Iterable[tuple]:
+    """The keys of ``work`` in the order in which to compile them here, what is not compiled yet shared by helpers."""
     if helpers is None:
-        yield from work
-        return
+        return work
     new = {key: given for key, given in work.items() if not is_compiled(key, given[1])}
-    yield from helpers.share(new)
-    yield from (key for key in work if key not in new)
+    return itertools.chain(helpers.share(new), (key for key in work if key not in new))
 
 
 def note_pieces(pieces: Sequence[Piece], config: dict[str, Any]) -> None:

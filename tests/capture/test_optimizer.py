@@ -136,39 +136,6 @@ def test_far_into_a_run(dtype, fused):
     assert all(map(torch.equal, *results))
 
 
-@each_kind
-@pytest.mark.parametrize("captured_first", [False, True])
-def test_state_dict_between_eager_and_captured(make, captured_first):
-    """Train, hand model and optimizer over through their state dicts, train on: as one eager run."""
-    batches = pairs()
-    start = mlp()
-
-    def train(model, optimizer, captured):
-        if captured:
-            step = capture(model, optimizer)
-            return [step(batch) for batch in batches]
-        for batch in batches:
-            mse(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return []
-
-    reference = copy.deepcopy(start)
-    optimizer = make(reference.parameters(), lr=0.01)
-    train(reference, optimizer, False)
-    train(reference, optimizer, False)
-
-    first = copy.deepcopy(start)
-    first_optimizer = make(first.parameters(), lr=0.01)
-    train(first, first_optimizer, captured_first)
-    second = mlp()
-    second_optimizer = make(second.parameters(), lr=0.5)
-    second.load_state_dict(first.state_dict())
-    second_optimizer.load_state_dict(first_optimizer.state_dict())
-    train(second, second_optimizer, not captured_first)
-    assert all(map(torch.equal, reference.parameters(), second.parameters()))
-
-
 def test_master_weights_are_not_rounded_by_load_state_dict():
     model = mlp().bfloat16()
     optimizer = stepgraph.MasterAdamW(model.parameters(), lr=1e-4)

@@ -6,9 +6,11 @@ import platform
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch._inductor import async_compile, config, cpu_vec_isa
+from torch._inductor.standalone_compile import CompiledArtifact
 
 from stepgraph import compat
 from stepgraph.compat import compiler
@@ -97,3 +99,14 @@ def test_only_the_vector_instructions_that_are_taken_are_tried(monkeypatch):
         assert compiler._vector_instructions(every) == known[2:]
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     assert compiler._vector_instructions(every) == known[2:]
+
+
+def test_loading_tries_no_more_vector_instructions_than_compiling(monkeypatch):
+    used, function = [], object()
+
+    def load(**_):
+        used.append(cpu_vec_isa.valid_vec_isa_list.func)
+        return SimpleNamespace(_compiled_fn=lambda *args: function(list(args)))
+
+    monkeypatch.setattr(CompiledArtifact, "load", load)
+    assert compiler.inductor_load(b"") is function and used == [compiler._vector_instructions]

@@ -116,31 +116,20 @@ def test_an_export_that_could_not_be_written_is_refused_before_training(trainer,
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "sample takes a run folder first: write stepgraph sample RUN"),
-        (["{tmp}"], "is not a run folder (it has no config.json)"),
-        (["{tmp}", "--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
-        (["{tmp}", "--temperature", "-1"], "temperature=-1.0 must be 0 or more"),
-        (["{tmp}", "--max-new-tokens", "0"], "max_new_tokens=0 must be above 0"),
+        (["sample"], "sample takes a run folder first: write stepgraph sample RUN"),
+        (["sample", "{tmp}"], "is not a run folder (it has no config.json)"),
+        (["sample", "{tmp}", "--top-p", "0"], "top_p=0.0 must be in (0, 1]"),
+        (["sample", "{tmp}", "--temperature", "-1"], "temperature=-1.0 must be 0 or more"),
+        (["sample", "{tmp}", "--max-new-tokens", "0"], "max_new_tokens=0 must be above 0"),
+        (["export"], "export takes a run folder first: write stepgraph export RUN --out FOLDER"),
+        (["export", "{tmp}"], "export needs a folder to write: add --out FOLDER"),
+        (["export", "{tmp}", "--out", "{tmp}/new"], "is not a run folder (it has no config.json): use the folder of a"),
+        (["export", "{tmp}", "--to", "x"], "unknown option --to"),
     ],
     ids=lambda value: None if isinstance(value, list) else re.sub(r"\W+", "-", value),
 )
-def test_a_wrong_sample_is_one_line(words, says, trainer, tmp_path, capsys):
-    assert trainer.main(["sample", *(word.format(tmp=tmp_path) for word in words)]) == 2
-    assert says in one_line(capsys)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "export takes a run folder first: write stepgraph export RUN --out FOLDER"),
-        (["{tmp}"], "export needs a folder to write: add --out FOLDER"),
-        (["{tmp}", "--out", "{tmp}/new"], "is not a run folder (it has no config.json): use the folder of a run"),
-        (["{tmp}", "--to", "x"], "unknown option --to"),
-    ],
-    ids=lambda value: None if isinstance(value, list) else re.sub(r"\W+", "-", value),
-)
-def test_a_wrong_export_is_one_line(words, says, trainer, tmp_path, capsys):
-    assert trainer.main(["export", *(word.format(tmp=tmp_path) for word in words)]) == 2
+def test_a_wrong_sample_or_export_is_one_line(words, says, trainer, tmp_path, capsys):
+    assert trainer.main([word.format(tmp=tmp_path) for word in words]) == 2
     assert says in one_line(capsys)
 
 

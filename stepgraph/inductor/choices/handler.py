@@ -103,6 +103,15 @@ class Kernel(parts.TritonKernel):
     def want_no_x_dim(self) -> bool:
         return False
 
+    def codegen_kernel(self, name: str | None = None) -> str:
+        """Positions in a tile that are divided get bounds that LLVM does not know: within 16 bits it packs the
+        additions to two of them into one, of which ptxas (12.8 to 13.0, sm_90) may lose a constant, and elements are
+        read at other places. There is one program along the third axis, number 0."""
+        code = super().codegen_kernel(name)
+        if re.search(r"r0_index (//|%) ", code) and "tl.program_id(2)" not in code:
+            code = code.replace("tl.arange(0, R0_BLOCK)", "256 * tl.program_id(2) + tl.arange(0, R0_BLOCK)")
+        return code
+
 
 class TritonScheduling(parts.TritonScheduling):
     kernel_type = Kernel

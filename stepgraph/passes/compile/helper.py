@@ -1,24 +1,25 @@
 """``main(FD, ...)``: helpers that compile pieces for whoever started them.
 
 The results are in Inductor's cache on disk. One process imports, then forks a helper for each ``FD``, its end of a
-`multiprocessing.Pipe`, and says so by True on the first. A helper gets a `Request` and sends for each piece in order,
-when it is done, None, or why it is not in the cache.
+`multiprocessing.Pipe`. A helper may get the number of a GPU to get ready for, then gets a `Request`, and sends for each
+piece in order, when it is done, None, or why it is not in the cache.
 """
 
 import os
 import signal
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import first_line
 from stepgraph.inductor.library import Compiled
-from stepgraph.inductor.packed import unpack
-from stepgraph.passes.compile.helpers import Request  # and, as all passes are, the operators that pieces call
+from stepgraph.inductor.packed import pack, unpack
 
+aten = torch.ops.aten
 #: Seconds for which one waits for a request: a capture that fails, or that finds its step saved, has none.
 _PATIENCE_S = 300
 #: Forks of each helper that compile its kernels: a piece of a transformer's block has about ten.
@@ -29,7 +30,6 @@ def main(*numbers: int) -> NoReturn:
     """Ends each helper when it has served, and the process that they are forks of after all of them."""
     connections = [Connection(number) for number in numbers]
     compat.import_inductor()  # while the one who started this traces
-    connections[0].send(True)
     for i, connection in enumerate(connections):
         if os.fork() == 0:
             for other in connections[i + 1 :]:  # whose helpers alone hold them, so that their ends are seen
@@ -53,17 +53,18 @@ def end() -> NoReturn:
 
 def serve(connection: Connection) -> None:
     """Serves one request."""
-    if not connection.poll(_PATIENCE_S):
-        return
     try:
-        request: Request = connection.recv()
+        request, device, refused = _received(connection), None, None
+        if isinstance(request, int):
+            device, refused = request, _without_device(request)
+            if not connection.poll():  # what Inductor does at its first piece only
+                _compiled(_example(device))
+            request = _received(connection)
     except EOFError:  # nobody asks any more
         return
-    same = compat.take_inductor_settings(request.settings, request.threads)
-    if same and request.device is not None:
-        compat.fork_compile_workers(_FORKS)
-    refused = _without_device(request.device)
-    if not same:
+    if request.device != device:
+        refused = _without_device(request.device)
+    if not compat.take_inductor_settings(request.settings, request.workers):
         refused = "Inductor has other settings there"
     elif request.place is not None and not _named(*request.place, request.groups):
         refused = "process groups have other names there"
@@ -71,14 +72,32 @@ def serve(connection: Connection) -> None:
         connection.send(refused or _compiled(piece))
 
 
+def _received(connection: Connection) -> Any:
+    """What is sent next. Raises ``EOFError`` where that is nothing."""
+    if not connection.poll(_PATIENCE_S):
+        raise EOFError
+    return connection.recv()
+
+
 def _without_device(device: int | None) -> str | None:
-    """Take the GPU ``device``; why that fails, or None."""
+    """Take the GPU ``device``, after forks that compile kernels; why that fails, or None."""
     try:
         if device is not None:
+            compat.fork_compile_workers(_FORKS)
             torch.cuda.set_device(device)
     except RuntimeError as failure:  # such as of a fork of a process that has a GPU
         return first_line(failure)
     return None
+
+
+def _example(device: int) -> bytes:
+    """A piece for the GPU ``device`` that is kept in no cache."""
+    graph, mode = fx.Graph(), compat.FakeTensorMode()
+    x = graph.placeholder("x")
+    x.meta["val"] = compat.empty_fake(mode, (64, 64), (64, 1), torch.float32, torch.device("cuda", device))
+    product = graph.call_function(aten.mm.default, (x, graph.call_function(aten.sin.default, (x,))))
+    graph.output((graph.call_function(aten.sum.dim_IntList, (product, [1])),))
+    return pack(fx.GraphModule({}, graph), {"force_disable_caches": True})
 
 
 def _named(rank: int, world: int, groups: dict[str, list[int]]) -> bool:

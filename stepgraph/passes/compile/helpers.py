@@ -8,13 +8,16 @@ a helper cannot compile, or compiles to another key, is compiled here.
 
 import atexit
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -27,7 +30,7 @@ Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
 Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
 
-#: A rank starts no more. Each takes a context of its GPU while it compiles, half a GB.
+#: A rank starts no more, and that many need no help by this process. Each takes a context of its GPU, half a GB.
 _MOST, _CORES_OF_EACH = 8, 2
 #: Seconds for which this process waits for a piece (one that takes longer is compiled here), and for a killed helper to
 #: end: the driver can take long to free its context, and other ranks may already wait for this one in a collective.
@@ -36,11 +39,11 @@ _LIMIT_S, _END_S = 120, 2
 
 class Request(NamedTuple):
     """Compile ``pieces``, as `pack` gives them, for the GPU number ``device`` (None: for CPUs), under Inductor's
-    ``settings``, of a process that compiles with ``threads`` threads. ``place``: its (rank, ranks), None where it is
+    ``settings``, of a process whose ``workers`` compile kernels. ``place``: its (rank, ranks), None where it is
     alone; ``groups``: the ranks of each process group that the pieces name."""
 
     settings: tuple[Any, ...]
-    threads: int
+    workers: dict[str, Any]
     device: int | None
     pieces: list[bytes]
     place: tuple[int, int] | None = None
@@ -56,14 +59,19 @@ class Team(Child):
         # CUDA, which torch would begin to use while it is imported, works in no fork of a process that uses it.
         settings = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         super().__init__("stepgraph.passes.compile.helper", subprocess.DEVNULL, count, **settings)
-        self._ready = False
+        self.device: int | None = None
 
-    def ready(self) -> bool:
-        """Whether they have imported what they need."""
-        if not self._ready and self.connection.poll():
-            with contextlib.suppress(EOFError, ConnectionError):
-                self._ready = self.connection.recv()
-        return self._ready
+    def get_ready(self, device: int) -> None:
+        """Let them take a context of the GPU ``device``, once."""
+        if self.device is None:
+            self.device = device
+            for connection in self.connections:
+                self.send(connection, device)
+
+    def send(self, connection: Connection, what: Any) -> None:
+        """Send ``what`` to a helper, which may have ended: `answer` says so."""
+        with contextlib.suppress(OSError):
+            connection.send(what)
 
     def answered(self, connections: list[Connection]) -> Sequence[Any]:
         """The first of these helpers to have compiled their next piece, or ended; all if none has in time."""
@@ -92,12 +100,15 @@ _started: list[Team] = []
 
 
 def start_helpers() -> None:
-    """Start as many as Inductor may use cores for, of this rank's share. They begin by importing."""
+    """Start as many as Inductor may use cores for, of this rank's share. They import, and get ready for this process's
+    GPU, if it has taken one already."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
     cores = min(compat.compile_threads(), (os.cpu_count() or 1) // ranks)
     _started[:] = [team for team in _started if team.process.poll() is None]  # a team may have died
     if (count := min(_MOST, cores // _CORES_OF_EACH)) and not _started:
         _started.append(Team(count))
+    if _started and torch.cuda.is_initialized():
+        _started[0].get_ready(torch.cuda.current_device())
 
 
 @atexit.register
@@ -105,6 +116,13 @@ def end_helpers() -> None:
     """End the helpers that were started and have nothing to do."""
     while _started:
         _started.pop().end()
+
+
+def drop_helpers() -> None:
+    """End, behind this process, the ones that were not asked, as of a step that was saved: each has a context."""
+    teams, _started[:] = [*_started], []
+    for team in teams:
+        threading.Thread(target=team.end).start()
 
 
 class Helpers:
@@ -129,16 +147,17 @@ class Helpers:
             team.end()
 
     def share(self, work: Work) -> Iterator[Key]:
-        """The pieces in the order in which to compile or load them here: the first ones until helpers are ready, then
-        those of this process, then the helpers' as they are done."""
-        while work and self._team is not None and not self._team.ready():
-            first, *rest = work
-            yield first
-            work = {key: work[key] for key in rest}
+        """Hand out the pieces. The result is all of them in the order in which to compile or load them here: those of
+        this process, then the helpers' as they are done."""
         helpers = self._team.connections if work and self._team is not None else []
-        mine, *shares = _shares(work, len(helpers) + 1)
+        mine = list[Key]()
+        if helpers and compat.inductor_has_cached():  # by one of medium size it is seen whether all are on disk
+            mine.append(sorted(work, key=lambda key: len(work[key][0].graph.nodes))[len(work) // 2])
+        rest = {key: work[key] for key in work if key not in mine}
+        shares = _shares(rest, len(helpers) + (len(helpers) < _MOST))
+        mine += itertools.chain(*shares[len(helpers) :])
         given: dict[Connection, list[Key]] = {}
-        for helper, keys in zip(helpers, shares, strict=True):
+        for helper, keys in zip(helpers, shares, strict=False):
             packed = {}
             for key in keys:
                 try:
@@ -147,9 +166,13 @@ class Helpers:
                     mine.append(key)
                     self._missed(str(reason))
             if packed:
-                with contextlib.suppress(ConnectionError):
-                    helper.send(_request(work, list(packed.values())))
+                # A large one waits in its thread until the helper has imported what it needs.
+                request = _request(work, list(packed.values()))
+                threading.Thread(target=self._team.send, args=(helper, request), daemon=True).start()
                 given[helper] = list(packed)
+        return self._order(mine, given)
+
+    def _order(self, mine: list[Key], given: dict[Connection, list[Key]]) -> Iterator[Key]:
         yield from mine
         while given:
             for helper in [*given] if self._team is None else self._team.answered([*given]):
@@ -172,12 +195,11 @@ class Helpers:
 
 
 def _shares(work: Work, count: int) -> list[list[Key]]:
-    """The keys of ``work`` in ``count`` lists of about as many nodes, each in its order; the first key in the first."""
+    """The keys of ``work`` in ``count`` lists of about as many nodes, each in its order."""
     sizes = {key: len(piece.graph.nodes) for key, (piece, _) in work.items()}
-    first = next(iter(work), None)
     owner: dict[Key, int] = {}
     loads = [0] * count
-    for key in sorted(sizes, key=lambda key: (key is not first, -sizes[key])):
+    for key in sorted(sizes, key=lambda key: -sizes[key]):
         owner[key] = loads.index(min(loads))
         loads[owner[key]] += sizes[key]
     return [[key for key in work if owner[key] == i] for i in range(count)]
@@ -186,9 +208,9 @@ def _shares(work: Work, count: int) -> list[list[Key]]:
 def _request(work: Work, pieces: list[bytes]) -> Request:
     values = (n.meta["val"] for piece, _ in work.values() for n in piece.graph.find_nodes(op="placeholder"))
     device = next((value.device.index or 0 for value in values if value.is_cuda), None)
-    threads = compat.compile_threads()  # first: it may be settled only now
+    compat.compile_threads()  # first: it may be settled only now
     place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     nodes = (node for piece, _ in work.values() for node in piece.graph.nodes)
     names = sorted({collectives.group_of(n) for n in nodes if collectives.stage_of(n) not in (None, "wait")})
     groups = {name: dist.get_process_group_ranks(compat.process_group(name)) for name in names}
-    return Request(compat.inductor_settings(), threads, device, pieces, place, groups)
+    return Request(compat.inductor_settings(), compat.inductor_workers(), device, pieces, place, groups)

@@ -14,6 +14,7 @@ disk, under a key of the graph and all options, so that a later run loads it.
 
 import contextlib
 import functools
+import gc
 import math
 import operator
 import time
@@ -42,6 +43,7 @@ from stepgraph.passes.compile.blocks import consecutive
 from stepgraph.passes.compile.gather import gather
 from stepgraph.passes.compile.helpers import Helpers, start_helpers
 from stepgraph.passes.compile.integers import beyond
+from stepgraph.passes.compile.plans import build_plans
 from stepgraph.passes.contract import PassReport, register
 from stepgraph.passes.target import Target
 
@@ -57,6 +59,21 @@ _INDEX_PUTS = (
 #: Operators that take no negative positions, or values from 0 to 1 alone, which compiled code would accept.
 _CHECKED = (aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_)
 _CHECKED += (aten.binary_cross_entropy,)
+
+#: Functions that Inductor computes for a CPU by others that round near 0, ``expm1`` by ``exp(x) - 1``.
+_NEAR_ZERO = (aten.expm1, aten.expm1_, aten.erf, aten.erf_, aten.atanh, aten.atanh_)
+_NEAR_ZERO += (aten.elu, aten.elu_, aten.selu, aten.selu_, aten.celu, aten.celu_)
+
+#: Operators that Inductor computes by others, of which it makes numbers where eager makes NaN.
+_WITHOUT_NAN = (aten.softshrink, aten.smooth_l1_loss_backward, aten.logit_backward)
+
+_SHIFTS = (aten.__lshift__, aten.__rshift__, aten.bitwise_left_shift, aten.bitwise_right_shift)
+_SHIFTS += (aten.__ilshift__, aten.__irshift__, aten.bitwise_left_shift_, aten.bitwise_right_shift_)
+
+#: Types in which Triton saturates what eager wraps or makes NaN or infinite.
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CAST_TO_FP8 = (torch.float32, torch.bfloat16, torch.float16)
+_SATURATING = (*_FP8, torch.int8, torch.uint8, torch.int16)
 
 #: Libraries whose writes in place Inductor knows, or that are never in a piece.
 _KNOWN_WRITERS = ("aten", "prims", "stepgraph", "_c10d_functional", autocast.NAMESPACE)
@@ -199,6 +216,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         reason = reason or (not updates and aliased(node)) or undeclared_write(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
         reason = reason or averages_past_the_end(node) or writes_as_custom(node) or rounds_the_quotient(node)
+        reason = reason or differs_at_the_ends(node) or differs_on_gpu(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
         if reason:
@@ -237,10 +255,19 @@ def _compile(
         note_pieces(pieces, config)
         return
     ahead = Ahead([step.graph])
+
+    def meanwhile() -> None:
+        """What can be done while helpers compile."""
+        ahead.start()
+        if _on_cuda(step):
+            compat.import_inductor()
+            build_plans(step.graph)
+            gc.collect()  # what tracing left
+
     try:
         with Helpers() as helpers, _timed(report, helpers):
             result = compile_pieces(
-                step.module, pieces, config, any_length=options.any_length, on_first=ahead.start, helpers=helpers
+                step.module, pieces, config, any_length=options.any_length, on_first=meanwhile, helpers=helpers
             )
             _summarize(report, pieces, result)
             report.notes += helpers.notes + ahead.finish()
@@ -271,18 +298,21 @@ def _needs_gpu(node: fx.Node) -> str | None:
         return "Inductor takes grouped products only in bf16, and for a CPU knows another layout of their results"
     if packet(node) in _CHECKED:
         return "Inductor leaves out the check of its values"
+    added = node.users and all(user.target is aten.add.Tensor and 1 in user.args for user in node.users)
+    if packet(node) in _NEAR_ZERO and not added:  # as in 1 + erf(x) of a GELU, where 0 will do
+        return "Inductor's value of a small number has few correct digits"
     return None
 
 
 def adds_in_any_order(node: fx.Node) -> str | None:
-    """Why two runs of ``node`` would differ if Inductor compiled it, or None. Eager sorts by row and adds in order,
-    except for ``index_put`` on a CPU, which adds atomically itself."""
-    adds = node.target is aten.embedding_dense_backward.default or (
+    """Why two runs of ``node`` would differ if Inductor compiled it, or None. Eager adds in order, except for
+    ``index_put`` on a CPU, which adds atomically itself."""
+    adds = node.target in (aten.embedding_dense_backward.default, aten.col2im.default) or (
         node.target in _INDEX_PUTS and argument(node, "accumulate") and node.meta["val"].is_cuda
     )
     if not adds or not node.meta["val"].is_floating_point():
         return None
-    return "Inductor adds rows by atomic operations, in another order every time"
+    return "Inductor adds by atomic operations, in another order every time"
 
 
 def read_before_drawn(node: fx.Node) -> str | None:
@@ -331,14 +361,55 @@ def rounds_the_quotient(node: fx.Node) -> str | None:
     powers of two are exact. On an H200 the remainder of 1e15 by 3 was not below 3."""
     if packet(node) in (aten.remainder, aten.remainder_) and node.meta["val"].is_floating_point():
         return "Inductor subtracts a rounded multiple, which is 0 or not finite where the quotient is large"
-    floor = packet(node) in (aten.floor_divide, aten.floor_divide_) or (
-        packet(node) in (aten.div, aten.div_) and argument(node, "rounding_mode") == "floor"
-    )
-    if not floor or not node.meta["val"].is_floating_point():
+    value = node.meta.get("val")
+    mode = argument(node, "rounding_mode") if packet(node) in (aten.div, aten.div_) else None
+    floor = packet(node) in (aten.floor_divide, aten.floor_divide_) or mode == "floor"
+    if not (floor or (mode == "trunc" and value.is_cuda)) or not value.is_floating_point():
         return None
     divisor = node.args[1]
     exact = isinstance(divisor, (int, float)) and abs(math.frexp(divisor)[0]) == 0.5
     return None if exact else "Inductor rounds the quotient, not what is left of it without the remainder"
+
+
+def differs_at_the_ends(node: fx.Node) -> str | None:
+    """Why Inductor's result for NaN, zeros or values of few digits is not eager's, or None."""
+    kind, value = packet(node), node.meta.get("val")
+    if kind in _WITHOUT_NAN:
+        return "Inductor makes numbers of NaN"
+    if kind in (aten.sgn, aten.sgn_) and value.is_complex():
+        return "Inductor makes NaN of 0"
+    if kind in (aten.addmm, aten.addmm_) and argument(node, "beta") == 0:
+        return "Inductor multiplies by 0 what eager does not read"
+    read = [operand.meta["val"] for operand in node.all_input_nodes] if kind in (aten.eq, aten.ne) else ()
+    if len(read) == 2 and any(one.dtype in (torch.bfloat16, torch.float16) for one in read):
+        # As in the gradient of amax, where no element would be the largest.
+        return "Inductor compares a value before it is rounded with one that was"
+    return None
+
+
+def differs_on_gpu(node: fx.Node) -> str | None:
+    """Why the result of the kernel that Triton makes of ``node`` is not eager's on a GPU, or None."""
+    kind, value = packet(node), node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_cuda:
+        return None
+    if kind in _SHIFTS:
+        by = node.args[1]
+        defined = isinstance(by, int) and 0 <= by < torch.iinfo(value.dtype).bits
+        return None if defined else "Triton's shift by as many bits as there are, or more, is not defined"
+    if kind is aten._to_copy:
+        source, made = node.args[0].meta["val"].dtype, value.dtype
+        if {source, made}.intersection(_FP8) and {source, made}.isdisjoint(_CAST_TO_FP8):
+            return "Triton has no such cast"
+        if source.is_floating_point and made in _SATURATING and not _bounded(node):
+            return "Triton saturates values out of range"
+    return None
+
+
+def _bounded(node: fx.Node) -> bool:
+    """Whether what is cast was clamped before."""
+    while is_view(node) or packet(node) in (aten._to_copy, aten.round, aten.floor, aten.ceil, aten.trunc):
+        node = node.args[0]
+    return packet(node) in (aten.clamp, aten.hardtanh)
 
 
 def undeclared_write(node: fx.Node) -> str | None:

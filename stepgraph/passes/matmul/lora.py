@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.edit import Builder, erase_unread, replace
+from stepgraph.graph.edit import Builder, erase_unread, fake_value, replace
 from stepgraph.graph.facts import RESHAPES, behind_reshapes, is_cast, is_mutating, only_user, swapped
 from stepgraph.graph.order import readers
 from stepgraph.graph.provenance import phase_of
@@ -141,6 +141,8 @@ def _split(wide: fx.Node, parts: Sequence[fx.Node], dim: int, build: Builder) ->
     ]
     for part, piece in zip(parts, pieces, strict=True):
         replace(part, piece, sweep=True)
+        for user in filter(swapped, piece.users):
+            user.meta["val"] = fake_value(user)  # lies otherwise in memory, which its readers, products, do not see
 
 
 def _add(adapter: Adapter) -> None:
@@ -209,14 +211,16 @@ def _sum_input_gradients(adapters: Sequence[Adapter], aliases: Aliases) -> list[
     found = []
     for root, downs in trees.items():
         leaves = sorted(_leaves(root))
+        downs = [leaf for leaf in leaves if leaf in downs]
         kinds = {(n.meta["val"].shape, n.meta["val"].dtype) for n in leaves}
-        if len(leaves) < 2 or len(kinds) > 1 or any(overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
+        if not downs or len(leaves) < 2 or len(kinds) > 1:
+            continue
+        if any(overwritten(leaf, leaves[-1], aliases) for leaf in leaves[:-1]):
             continue
         found.append(len(leaves))
         last, products = leaves[-1], [leaf.args for leaf in leaves if leaf not in downs]
         build = Builder(*leaves, before=last)
         if len(downs) > 1:
-            downs = sorted(downs)
             stacked = build(aten.cat.default, [n.args[1] for n in downs])
             products.insert(0, (_side_by_side([n.args[0] for n in downs]), stacked))
         else:
@@ -250,7 +254,10 @@ def _root(leaf: fx.Node) -> fx.Node | None:
 
 
 def _leaves(node: fx.Node) -> Iterator[fx.Node]:
-    """The products of two matrices among the summands of the sum ``node``."""
+    """The products of two matrices among the summands of the sum ``node``; none where these lie otherwise in memory, as
+    what is left without a product then would."""
+    if any(summand.meta["val"].stride() != node.meta["val"].stride() for summand in node.args):
+        return
     for summand in node.args:
         while (summand.target in RESHAPES or is_cast(summand)) and only_user(summand) is not None:
             summand = summand.args[0]

@@ -1,6 +1,7 @@
 """Helpers: pieces are shared among them, what they miss is compiled here, and what they make is found on disk."""
 
 import os
+import queue
 import random
 import re
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 import stepgraph
 from stepgraph import compat
@@ -22,17 +23,18 @@ from tests.distributed.ranks import on_processes
 
 
 class Answering(list):
-    """A team, and the list of what each of its ``count`` helpers is sent. ``answers``: theirs, in order; ``ready``: how
-    many times it says that it is not ready yet."""
+    """A team, and the list of what each of its ``count`` helpers is sent. ``answers``: theirs, in order."""
 
-    def __init__(self, count, *answers, ready=0):
+    def __init__(self, count, *answers):
         super().__init__(Asked() for _ in range(count))
-        self.connections, self.answers, self.not_ready = self, list(answers), ready
+        self.connections, self.answers = self, list(answers)
         self.process, self.killed, self.ended = self, False, 0
 
-    def ready(self):
-        self.not_ready -= 1
-        return self.not_ready < 0
+    def send(self, helper, request):
+        helper.requests.put(request)
+
+    def get_ready(self, device):
+        self.device = device
 
     def answered(self, helpers):
         return helpers[:1]
@@ -51,15 +53,17 @@ class Asked:
     """What a helper is sent."""
 
     def __init__(self):
-        self.requests = []
+        self.requests = queue.Queue()
 
-    def send(self, request):
-        self.requests.append(request)
+    def sizes(self):
+        """Of the pieces in its request."""
+        return sizes_of(self.requests.get(timeout=60))
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Makes helpers of a team."""
+    """Makes helpers of a team; nothing is on disk."""
+    monkeypatch.setattr(compat, "inductor_has_cached", lambda: False)
 
     def start(*teams):
         monkeypatch.setattr(helpers, "_started", list(teams))
@@ -87,35 +91,31 @@ def sizes_of(request):
 
 
 def test_no_piece_is_new(started):
-    with started(Answering(1, None, ready=1)) as found:
+    with started(Answering(1, None)) as found:
         assert list(found.share({})) == []
 
 
-def test_pieces_are_shared_by_size_and_the_first_stays_here(started):
+def test_pieces_are_shared_by_size(started):
     team = Answering(2, None, None, None)
     with started(team) as found:
         assert list(found.share(work(1, 40, 9, 30, 25, 12))) == ["a", "e", "f", "b", "c", "d"]
-        assert [sizes_of(helper.requests[0]) for helper in team] == [[40], [9, 30]]
+        assert [helper.sizes() for helper in team] == [[40], [9, 30]]
     assert (found.compiled, found.notes, team.ended) == (3, [], 1)
+
+
+def test_eight_helpers_compile_all_but_what_shows_whether_the_disk_has_it(started, monkeypatch):
+    for has_cached in (False, True):
+        team = Answering(8, *[None] * 8)
+        with started(team) as found:
+            monkeypatch.setattr(compat, "inductor_has_cached", lambda has=has_cached: has)
+            order = list(found.share(work(1, 2, 3, 4, 5, 6, 7, 8)))
+        assert order == (["e", "h", "g", "f", "d", "c", "b", "a"] if has_cached else list("hgfedcba"))
+        assert found.compiled == 8 - has_cached
 
 
 def test_without_helpers_all_is_done_here_in_order(started):
     with started() as found:
         assert list(found.share(work(3, 9, 1))) == ["a", "b", "c"]
-
-
-def test_until_they_are_ready_pieces_are_done_here(started):
-    team = Answering(1, None, ready=2)
-    with started(team) as found:
-        assert list(found.share(work(3, 9, 5, 1))) == ["a", "b", "c", "d"]
-    assert [sizes_of(request) for request in team[0].requests] == [[1]] and found.compiled == 1
-
-
-def test_helpers_that_are_never_ready_are_ended(started):
-    team = Answering(2, ready=300)
-    with started(team) as found:
-        assert list(found.share(work(3, 9, 1))) == ["a", "b", "c"]
-    assert (team[0].requests, team.ended, found.notes) == ([], 1, [])
 
 
 def test_what_a_helper_misses_is_told_once_and_left_to_this_process(started):
@@ -128,8 +128,8 @@ def test_what_a_helper_misses_is_told_once_and_left_to_this_process(started):
 def test_what_cannot_be_packed_stays_here(started):
     team = Answering(1)
     with started(team) as found:
-        assert list(found.share(work(5, 5, options={"pass": lambda graph: None}))) == ["a", "b"]
-    assert team[0].requests == [] and team.ended == 1
+        assert list(found.share(work(5, 5, options={"pass": lambda graph: None}))) == ["b", "a"]
+    assert team[0].requests.empty() and team.ended == 1
     assert found.notes[0].startswith("a piece not compiled by a helper: ")
 
 
@@ -137,9 +137,9 @@ def test_once_they_are_stopped_nobody_waits(started):
     team = Answering(1)
     with started(team) as found:
         order = found.share(work(5, 5))
-        assert next(order) == "a"
+        assert next(order) == "b"
         found.stop()
-        assert list(order) == ["b"]
+        assert list(order) == ["a"]
     assert (team.ended, found.notes) == (1, [])
 
 
@@ -207,7 +207,6 @@ def test_helpers_are_forks_that_end_one_by_one_and_together(monkeypatch):
     )
     team = helpers.Team(3)
     one, other, last = team.connections
-    assert one.recv() is True
     pids = [connection.recv() for connection in team.connections]
     assert len({team.process.pid, *pids}) == 4
     for connection in team.connections:
@@ -251,8 +250,21 @@ def test_ranks_of_a_machine_share_its_cores_before_they_meet_too(ranks, there, m
     assert [len(team) for team in helpers._started] == [count] * (count > 0)
     for team in helpers._started:
         team.killed = True
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     helpers.start_helpers()
-    assert [(len(team), team.killed) for team in helpers._started] == [(count, False)] * (count > 0)
+    assert [(len(team), team.killed, team.device) for team in helpers._started] == [(count, False, 5)] * (count > 0)
+
+
+def test_a_capture_leaves_no_helpers(monkeypatch):
+    """Nobody asks them if the trace fails, or the step was saved."""
+    team = Answering(2)
+    monkeypatch.setattr(helpers, "_started", [team])
+    with pytest.raises(ZeroDivisionError):
+        stepgraph.capture(nn.Linear(2, 2), lambda model, x: 1 / 0, torch.ones(1, 2))
+    assert helpers._started == []
+    while not team.ended:  # by a thread
+        time.sleep(0.01)
 
 
 def _reduced(name):
@@ -295,8 +307,9 @@ mesh = make_mesh("fsdp=2")
 model, loss, batch, passes = parallel_model(mesh), next_token_loss(mesh), own_batch(mesh, 0), ["inductor"]
 """
 SCRIPT = """
-import gc, sys, time, torch, stepgraph
+import gc, sys, torch, stepgraph
 from torch import nn
+from torch._dynamo.utils import counters
 from stepgraph import compat
 from stepgraph.passes import get
 from stepgraph.passes.compile import helpers
@@ -304,11 +317,11 @@ from stepgraph.passes.compile import helpers
 for helped in (True, False):
     if helped:
         helpers._started.append(helpers.Team(1))
-        while not helpers._started[0].ready():
-            time.sleep(0.1)
     step = stepgraph.capture(model, loss, batch, passes=passes)
     report = step.report[-1]
-    print(step(batch).item(), report.summary.partition("(")[2], [note for note in report.notes if "helper" in note])
+    traced_again = counters["aot_autograd"]["autograd_cache_miss"] - counters["inductor"]["fxgraph_cache_miss"]
+    found = traced_again, [note for note in report.notes if "helper" in note]
+    print(step(batch).item(), report.summary.partition("(")[2], *found)
     del report
     del step
     gc.collect()  # this process forgets its pieces
@@ -329,5 +342,5 @@ def test_a_helper_compiles_what_this_process_then_loads(job, pieces, tmp_path):
     (made, how), (loaded, again) = (line.split(" ", 1) for line in ran.stdout.splitlines()[-2:])
     assert made == loaded
     # An earlier run on this machine may have left the piece that knows no eps.
-    assert re.fullmatch(rf"[01] of {pieces} loaded from disk, 1 compiled by helpers\) \[\]", how)
-    assert again == f"{pieces} of {pieces} loaded from disk) []"
+    assert re.fullmatch(rf"[01] of {pieces} loaded from disk, [12] compiled by helpers\) 0 \[\]", how)
+    assert again == f"{pieces} of {pieces} loaded from disk) 0 []"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.passes import configured, get
-from stepgraph.passes.compile.inductor import adds_in_any_order
+from stepgraph.passes.compile.inductor import adds_in_any_order, differs_on_gpu, rounds_the_quotient
 from tests.models.flex_llama import flex_llama
 
 # Inductor's C++ compiler takes most of a test's time.
@@ -225,6 +225,36 @@ def test_which_index_puts_stay_with_eager(device, dtype, alone):
         graph = make_fx(count)(table, index, torch.ones(6, 4, dtype=dtype, device=device)).graph
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
     assert (adds_in_any_order(node) is not None) == alone
+
+
+FP8, INT = torch.float8_e4m3fn, torch.int32
+
+
+@pytest.mark.parametrize(
+    "function, dtype, left",
+    [
+        (lambda x: x << 31, INT, False),
+        (lambda x: x >> 32, INT, True),
+        (lambda x: x << x, INT, True),
+        (lambda x: x.to(FP8), torch.float32, True),
+        (lambda x: x.clamp(-448, 448).to(FP8), torch.bfloat16, False),
+        (lambda x: x.to(FP8), torch.float64, True),
+        (lambda x: x.to(FP8), INT, True),
+        (lambda x: x.float(), FP8, False),
+        (lambda x: x.round().to(torch.int8), torch.float32, True),
+        (lambda x: x.clamp(-127, 127).round().to(torch.int8), torch.float32, False),
+        (lambda x: x.to(torch.int8), INT, False),
+        (lambda x: torch.div(x, x, rounding_mode="trunc"), torch.float32, True),
+        (lambda x: torch.div(x, 2.0, rounding_mode="trunc"), torch.float32, False),
+        (lambda x: torch.div(x, x, rounding_mode="trunc"), INT, False),
+    ],
+)
+def test_what_stays_with_eager_on_a_gpu(function, dtype, left):
+    for device, expected in ("cuda", left), ("cpu", False):
+        with FakeTensorMode():
+            graph = make_fx(function)(torch.empty(8, 8, dtype=dtype, device=device)).graph
+        nodes = [node for node in graph.nodes if node.op == "call_function"]
+        assert any(differs_on_gpu(node) or rounds_the_quotient(node) for node in nodes) == expected
 
 
 def test_recomputation_survives_compilation(tools):

@@ -44,3 +44,24 @@ def test_other_formats_stay():
     (report,) = (r for r in step.report if r.name == "bitsandbytes_4bit")
     assert (report.matched, report.changed) == (3, 0)
     assert report.notes == ["left to bitsandbytes: weights of fp4 in torch.uint8"]
+
+
+def test_what_layers_change_in_their_first_call_is_refused_with_a_fix():
+    def loss_fn(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    def models(dtype):
+        layer = bnb.Linear4bit(64, 64, compute_dtype=dtype, quant_type="nf4")
+        layer.bias.requires_grad_(False)
+        return nn.Sequential(nn.Linear(64, 64), layer).to("cpu")
+
+    x, model = torch.randn(4, 64), models(torch.bfloat16)
+    with pytest.raises(stepgraph.CaptureError, match=r"1\.bias\.data.*call the model once first"):
+        stepgraph.capture(model, loss_fn, x, passes="exact")
+    loss_fn(model, x)
+    assert stepgraph.capture(model, loss_fn, x, passes="exact").verify(x).bitwise
+    model = models(torch.float32)
+    loss_fn(model, x)
+    with pytest.raises(stepgraph.CaptureError, match=r"set bnb_4bit_compute_dtype=torch\.bfloat16"):
+        stepgraph.capture(model, loss_fn, x, passes="exact")(x)

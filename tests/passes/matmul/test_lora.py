@@ -210,8 +210,17 @@ def written_gradient(layer, x):
     return pair[..., : y.shape[-1]]
 
 
-@pytest.mark.parametrize("forward", [overwritten, read_twice, written_low, written_gradient])
-def test_writes_and_readers_between_the_products(forward, monkeypatch):
+def sliced(layer, x):
+    return layer.base(x) + F.linear(F.linear(x, layer.a.weight[1:]), layer.b.weight[:, 1:]) * layer.scale
+
+
+def transposed(layer, x):
+    y = layer.base(x) + layer.b(layer.a(x)) * layer.scale
+    return y if layer.scale == 1.0 else y + layer.b(layer.a(x.transpose(0, 1))).transpose(0, 1)
+
+
+@pytest.mark.parametrize("forward", [overwritten, read_twice, written_low, written_gradient, sliced, transposed])
+def test_writes_readers_and_other_layouts(forward, monkeypatch):
     monkeypatch.setattr(Adapted, "forward", forward)
     plain = model()
     _, eager_loss, eager = run(plain, "exact")
