@@ -8,7 +8,7 @@ import ctypes
 import functools
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -141,11 +141,22 @@ def choose(problem: Problem) -> Choice:
     key = problem, _settings()
     if key not in _CHOICES:
         try:
-            with torch.cuda.device(problem.device), torch.random.fork_rng(devices=[problem.device]):
+            with torch.cuda.device(problem.device), torch.random.fork_rng(devices=[problem.device]), _unwatched():
                 _CHOICES[key] = _timed(problem)
         except torch.OutOfMemoryError:
             _CHOICES[key] = _KEPT
     return _CHOICES[key]
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Inside, torch does not warn that the host waits: it does so to time a product, not at later calls of it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(0)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _timed(problem: Problem) -> Choice:

@@ -49,6 +49,18 @@ def test_an_algorithm_is_chosen_where_torchs_is_slow():
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
 
 
+def test_that_a_product_is_timed_at_its_first_call_is_no_wait_of_its_own():
+    """Else a saved step, whose products are timed at its first call, runs their pieces outside its CUDA graphs."""
+    a, b, _ = matrices(4096, 2048, 1024, (False, False), False, torch.float16)
+    cublas_lt._CHOICES.clear()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        product(a, b)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(cublas_lt._CHOICES) == 1
+
+
 def test_every_algorithm_multiplies():
     """Algorithms that are not chosen are right as well: close to the product in fp32, in whatever order they sum."""
     a, b, bias = matrices(2048, 4096, 1024, (False, True), True, torch.bfloat16)

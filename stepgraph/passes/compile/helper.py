@@ -58,7 +58,7 @@ def serve(connection: Connection) -> None:
         if isinstance(request, int):
             device, refused = request, _without_device(request)
             if not connection.poll():  # what Inductor does at its first piece only
-                _compiled(_example(device))
+                _compiled(_example(torch.device("cuda", device)))
             request = _received(connection)
     except EOFError:  # nobody asks any more
         return
@@ -90,13 +90,14 @@ def _without_device(device: int | None) -> str | None:
     return None
 
 
-def _example(device: int) -> bytes:
-    """A piece for the GPU ``device`` that is kept in no cache."""
+def _example(device: torch.device) -> bytes:
+    """A piece for ``device`` that is kept in no cache."""
     graph, mode = fx.Graph(), compat.FakeTensorMode()
     x = graph.placeholder("x")
-    x.meta["val"] = compat.empty_fake(mode, (64, 64), (64, 1), torch.float32, torch.device("cuda", device))
-    product = graph.call_function(aten.mm.default, (x, graph.call_function(aten.sin.default, (x,))))
-    graph.output((graph.call_function(aten.sum.dim_IntList, (product, [1])),))
+    y = graph.call_function(aten.mm.default, (x, graph.call_function(aten.sin.default, (x,))))
+    for node in (x, y):
+        node.meta["val"] = compat.empty_fake(mode, (64, 64), (64, 1), torch.float32, device)
+    graph.output((y,))
     return pack(fx.GraphModule({}, graph), {"force_disable_caches": True})
 
 

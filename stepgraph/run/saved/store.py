@@ -22,6 +22,7 @@ from stepgraph.inductor.regional import PieceCall, piece_calls, with_functions
 from stepgraph.parallel.pipeline import Pipeline
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.passes.compile.ahead import Ahead
+from stepgraph.passes.compile.helpers import drop_helpers
 from stepgraph.passes.contract import Pass
 from stepgraph.run.saved import key
 from stepgraph.run.saved.folder import DamagedEntry, Entry, Folder, UnsafeFolder, cache_folder
@@ -154,6 +155,7 @@ class _Saving:
         """Replace the captured program by the saved step; whether it exists and is whole."""
         began = time.perf_counter()
         if self.name is not None and (entry := self._read()) is not None:
+            drop_helpers()  # before they take contexts, which are made and taken apart while this process waits
             try:
                 saved = pickle.loads(entry.files["program"])
                 self._name_groups(saved)

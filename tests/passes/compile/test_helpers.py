@@ -16,6 +16,7 @@ from torch import fx, nn
 
 import stepgraph
 from stepgraph import compat
+from stepgraph.inductor.library import Compiled
 from stepgraph.inductor.packed import unpack
 from stepgraph.passes.compile import helper, helpers
 from stepgraph.passes.compile.helpers import Helpers
@@ -123,6 +124,11 @@ def test_what_a_helper_misses_is_told_once_and_left_to_this_process(started):
         assert sorted(found.share(work(5, 5, 5, 5))) == ["a", "b", "c", "d"]
     assert found.compiled == 0
     assert found.notes == ["a piece not compiled by a helper: ValueError: no"]
+
+
+def test_what_helpers_get_ready_with_can_be_compiled():
+    made = Compiled(*unpack(helper._example(torch.device("cpu"))), lambda args: args)
+    assert made.strides == [(64, 1)]
 
 
 def test_what_cannot_be_packed_stays_here(started):

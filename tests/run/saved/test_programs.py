@@ -6,6 +6,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.passes import PassReport
+from stepgraph.run.saved import store
 from tests.distributed.ranks import TINY, whole_model
 
 
@@ -129,3 +130,13 @@ def test_the_kernels_of_a_loaded_step_are_compiled_ahead(monkeypatch, tmp_path):
     called = [node.target for node in step.graph.graph.nodes if node.op == "call_function"]
     assert asked == [called, "started"]
     assert step.saved.loaded and step.saved.notes == ["one kernel compiled"]
+
+
+def test_helpers_are_dropped_before_a_step_is_loaded(monkeypatch, tmp_path):
+    did, load = [], store._Saving._program
+    monkeypatch.setattr(store, "drop_helpers", lambda: did.append("drop"))
+    monkeypatch.setattr(store._Saving, "_program", lambda *given: did.append("load") or load(*given))
+    start(tmp_path, model=Small)
+    assert not did
+    start(tmp_path, model=Small)
+    assert did == ["drop", "load"]
