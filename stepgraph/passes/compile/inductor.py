@@ -30,7 +30,16 @@ from stepgraph.capture import autocast
 from stepgraph.graph import collectives
 from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.edit import Builder, replace
-from stepgraph.graph.facts import HIDDEN_WRITES, argument, has_generator, is_launch, is_mutating, is_view, packet
+from stepgraph.graph.facts import (
+    HIDDEN_WRITES,
+    argument,
+    has_generator,
+    is_launch,
+    is_mutating,
+    is_random,
+    is_view,
+    packet,
+)
 from stepgraph.graph.host_copies import RELOAD_END, is_host_copy
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.graph.partition import describe, needs_host
@@ -201,6 +210,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
     on_cuda, rematerialized = _on_cuda(step), any(r.name == "rematerialize" and r.skipped is None for r in step.log)
     left: dict[fx.Node, str] = {}
     aliased = _Aliased(step.graph)
+    out_of_order = drawn_out_of_order(step.graph) if compat.TORCH < (2, 13) else set()
 
     @functools.cache
     def kind(node: fx.Node) -> str | None:
@@ -219,6 +229,8 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         reason = reason or differs_at_the_ends(node) or differs_on_gpu(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
+        if node in out_of_order:
+            reason = "Inductor may draw its numbers before others"
         if reason:
             left[node] = reason
             return None
@@ -326,6 +338,21 @@ def read_before_drawn(node: fx.Node) -> str | None:
     return "Inductor may read the numbers before it draws them"
 
 
+def drawn_out_of_order(graph: fx.Graph) -> set[fx.Node]:
+    """Random operators that do not depend on the one before, such as the noise and the timesteps of a diffusion model:
+    torch 2.11 calls them in any order. Of two, one outside of pieces suffices."""
+    alone, count, previous = set[fx.Node](), 0, None
+    newest: dict[fx.Node, int] = {}  # the number of the last random operator that a node depends on
+    for node in graph.nodes:
+        newest[node] = max((newest[read] for read in node.all_input_nodes), default=0)
+        if is_random(node):
+            if newest[node] < count and previous not in alone:
+                alone.add(node)
+            count, previous = count + 1, node
+            newest[node] = count
+    return alone
+
+
 def takes_sizes_for_scales(node: fx.Node) -> str | None:
     """Why Inductor's gradient of an interpolation is not eager's, or None. Eager finds the nearest element by the scale
     that it is given, 1.7 for 6 elements made of 4; Inductor by the sizes, 1.5."""
@@ -388,7 +415,7 @@ def differs_at_the_ends(node: fx.Node) -> str | None:
 
 
 def differs_on_gpu(node: fx.Node) -> str | None:
-    """Why the result of the kernel that Triton makes of ``node`` is not eager's on a GPU, or None."""
+    """Why Triton makes no kernel of ``node`` whose result is eager's on a GPU, or None."""
     kind, value = packet(node), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return None
@@ -396,6 +423,8 @@ def differs_on_gpu(node: fx.Node) -> str | None:
         by = node.args[1]
         defined = isinstance(by, int) and 0 <= by < torch.iinfo(value.dtype).bits
         return None if defined else "Triton's shift by as many bits as there are, or more, is not defined"
+    if kind is aten.cumprod:
+        return "Inductor fails to compile it with the reduction of which it is the gradient"
     if kind is aten._to_copy:
         source, made = node.args[0].meta["val"].dtype, value.dtype
         if {source, made}.intersection(_FP8) and {source, made}.isdisjoint(_CAST_TO_FP8):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stepgraph
 from stepgraph.passes import configured, get
-from stepgraph.passes.compile.inductor import adds_in_any_order, differs_on_gpu, rounds_the_quotient
+from stepgraph.passes.compile.inductor import adds_in_any_order, differs_on_gpu, drawn_out_of_order, rounds_the_quotient
 from tests.models.flex_llama import flex_llama
 
 # Inductor's C++ compiler takes most of a test's time.
@@ -255,6 +255,16 @@ def test_what_stays_with_eager_on_a_gpu(function, dtype, left):
             graph = make_fx(function)(torch.empty(8, 8, dtype=dtype, device=device)).graph
         nodes = [node for node in graph.nodes if node.op == "call_function"]
         assert any(differs_on_gpu(node) or rounds_the_quotient(node) for node in nodes) == expected
+
+
+def test_random_numbers_are_drawn_in_order():
+    def draw(x):
+        noise, times = torch.randn_like(x), torch.randint(0, 9, (8,))
+        return torch.rand_like(x * times) + torch.randn_like(noise), torch.rand_like(x)
+
+    graph = make_fx(draw)(torch.zeros(8)).graph
+    names = [node.name for node in graph.nodes if node in drawn_out_of_order(graph)]
+    assert names == ["randint", "randn_like_1"]
 
 
 def test_recomputation_survives_compilation(tools):

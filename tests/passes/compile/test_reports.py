@@ -75,7 +75,7 @@ def floor_divisions(w, b, x):
 
 
 def functions_near_zero(w, b, x):
-    small = x * 10.0 ** torch.arange(-37, 0)
+    small = x * 10.0 ** (torch.arange(37) * -0.8)
     near = [torch.expm1(small), torch.erf(small), torch.atanh(small), F.elu(small)]
     b.copy_(sum(value / small for value in near))
     return (w * x).mean()
@@ -116,10 +116,14 @@ CASES = {
 
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_a_step_is_what_eager_computes(function):
+    compare(function, CASES[function])
+
+
+def compare(function, shape):
     torch.manual_seed(0)
-    eager = Step(function, CASES[function])
+    eager = Step(function, shape)
     captured = copy.deepcopy(eager)
-    batches = [torch.randn(CASES[function]) for _ in range(2)]
+    batches = [torch.randn(shape) for _ in range(2)]
     step = stepgraph.capture(captured, lambda model, x: model(x), batches[0])
     for x in batches:
         expected = eager(x)
