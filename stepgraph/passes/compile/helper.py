@@ -91,14 +91,14 @@ def _without_device(device: int | None) -> str | None:
 
 
 def _example(device: torch.device) -> bytes:
-    """A piece for ``device`` that is kept in no cache."""
+    """A piece for ``device`` that is not kept in the cache of graphs, so that it is compiled each time."""
     graph, mode = fx.Graph(), compat.FakeTensorMode()
     x = graph.placeholder("x")
     y = graph.call_function(aten.mm.default, (x, graph.call_function(aten.sin.default, (x,))))
     for node in (x, y):
         node.meta["val"] = compat.empty_fake(mode, (64, 64), (64, 1), torch.float32, device)
     graph.output((y,))
-    return pack(fx.GraphModule({}, graph), {"force_disable_caches": True})
+    return pack(fx.GraphModule({}, graph), {"fx_graph_cache": False})
 
 
 def _named(rank: int, world: int, groups: dict[str, list[int]]) -> bool:
