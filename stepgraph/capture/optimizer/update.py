@@ -31,6 +31,7 @@ from stepgraph.capture.optimizer.spread import momentum_alone
 from stepgraph.capture.optimizer.tape import is_number, wrapped
 from stepgraph.capture.state import Slot, unwrap, wrap
 from stepgraph.errors import CaptureError
+from stepgraph.graph.facts import is_pure
 from stepgraph.graph.host_copies import on_host
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.values import OptimizerState
@@ -249,9 +250,12 @@ class _Alone:
 
     def _lines(self, graph: fx.Graph, run: Run, without: set[fx.Node]) -> list[str]:
         """The operators of a graph, by what they compute with and not by names; what is decided and written."""
-        names, lines = dict(self.labels), []
+        names, lines, unread = dict(self.labels), [], set[fx.Node]()
+        for node in reversed(graph.nodes):  # torch 2.15 also leaves the number that a count of steps is made of
+            if (node in without or is_pure(node)) and node.users.keys() <= unread:
+                unread.add(node)
         for node in graph.nodes:
-            if node.op in ("placeholder", "output") or (node in without and node.users.keys() <= without):
+            if node.op in ("placeholder", "output") or node in unread:
                 continue
             names[node] = f"%{len(lines)}"
             args = fx.map_arg((node.args, node.kwargs), lambda n: names[n])

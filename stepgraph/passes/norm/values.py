@@ -407,6 +407,7 @@ _RULES: dict[object, Rule] = {
     aten.clamp_min: _clamped,
     aten.clamp: _clamped,
     aten.ge: _mask(1.0, _NO_LENGTH),
+    aten.gt: _mask(1.0, _NO_LENGTH),  # in gradients of torch 2.15
     aten.eq: _mask(0.0, 0.0),
     aten.where: _masked(1, 0, 2, 1.0),
     aten.masked_fill: _masked(0, 1, 2, 0.0),
