@@ -1,9 +1,10 @@
 """A batch as leaves: the facts that a graph is specialized on, microbatches, and batches of another length."""
 
+import contextlib
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
 from stepgraph.capture.state import check_class, unwrap
-from stepgraph.errors import CaptureError, warn_caller
+from stepgraph.errors import CaptureError, UnlikeError, warn_caller
 from stepgraph.graph.aliases import memory_span
 
 #: Values that are not tensors, which are constants of the graph; NumPy's scalars are numbers.
@@ -147,6 +148,26 @@ def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = N
             "eager drops it, and something in another: it is kept in all, which may change the last bits"
         )
     return found
+
+
+_refusing: list[None] = []
+
+
+@contextlib.contextmanager
+def refusing_masks() -> Iterator[None]:
+    """Inside, `UnlikeError` is raised where a mask would be kept that eager drops for some microbatches."""
+    _refusing.append(None)
+    try:
+        yield
+    finally:
+        _refusing.pop()
+
+
+def warn_of_mask(message: str) -> None:
+    """Warn of a mask that is kept though eager drops it for some microbatches, or refuse it."""
+    if _refusing:
+        raise UnlikeError(message)
+    warn_caller(message)
 
 
 def share_of_labels(batch: Any) -> float:

@@ -27,10 +27,10 @@ from torch import Tensor, fx, nn
 
 from stepgraph import compat
 from stepgraph.capture.autocast import CALL_OTHERS
-from stepgraph.capture.batch import has_values
+from stepgraph.capture.batch import has_values, warn_of_mask
 from stepgraph.capture.batch_reads import BatchReads, computed, packet, sources
 from stepgraph.capture.python.values import counts
-from stepgraph.errors import noting_refusals, warn_caller
+from stepgraph.errors import noting_refusals
 from stepgraph.graph.facts import is_view
 from stepgraph.kernels.ctc import ctc_loss
 
@@ -289,7 +289,7 @@ class KnownValues(compat.DispatchMode):
         history = self._history(compat.node_of_trace(mask))
         own = all(node in self._batch or packet(node) == "_to_copy" for node in history)
         if len(answers) > 1 and not own:  # of the batch's own masks the step warns itself
-            warn_caller(
+            warn_of_mask(
                 f"a mask of shape {list(mask.shape)} hides nothing in one microbatch, where eager drops it, and "
                 "something in another: it is kept in all, which may change the last bits"
             )

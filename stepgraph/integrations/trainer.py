@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from stepgraph import compat
-from stepgraph.capture.batch import flatten_batch, form, masks_of_ones, rebuilt
+from stepgraph.capture.batch import flatten_batch, form, masks_of_ones, rebuilt, refusing_masks
 from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
 from stepgraph.compat.replaced import replaced
@@ -385,16 +385,17 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         if key in self._uncaptured or often or self._changes_gradients(model) or not self._are_alike(microbatches):
             return self._gradients_apart(model, microbatches, count)
         batch = _together(microbatches)
-        if key not in self._steps:
+        with refusing_masks() if self._is_exact and self._mesh is None else contextlib.nullcontext():
+            if key not in self._steps:
+                try:
+                    self._steps[key] = self._capture(model, batch, count)
+                except ValueError as error:  # of the optimizer, or of microbatches that differ, or the loss raises it
+                    return self._without_optimizer(model, microbatches, key, error)
+            step = self._steps[key]
             try:
-                self._steps[key] = self._capture(model, batch, count)
-            except ValueError as error:  # of the optimizer, or of microbatches that differ, or the loss raises it too
+                loss = step(batch)
+            except UnlikeError as error:  # it captures again
                 return self._without_optimizer(model, microbatches, key, error)
-        step = self._steps[key]
-        try:
-            loss = step(batch)
-        except UnlikeError as error:  # it captures again
-            return self._without_optimizer(model, microbatches, key, error)
         if EACH in step.metrics:
             loss = self._add_up(loss, step.metrics[EACH].unbind())
         self._keep_metrics(step)

@@ -248,3 +248,33 @@ def test_masks_that_eager_drops_of_some_microbatches(tmp_path, recwarn):
     ends = both(tmp_path, gradient_accumulation_steps=2, trainer_options={"data_collator": masked})
     check_same(*ends)
     assert ends[1][1]._apart and not any("hides nothing" in str(w.message) for w in recwarn)
+
+
+class Computed:
+    """As TRL's: the mask is made of parts of the batch, which no name says is one."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        mask = torch.cat([inputs.pop("first_mask"), inputs.pop("other_mask")], dim=1)
+        return super().compute_loss(model, {**inputs, "attention_mask": mask}, *args, **kwargs)
+
+
+def test_computed_masks_that_eager_drops_of_some_microbatches(tmp_path, recwarn):
+    def masked(rows):
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, -3:] = batch["labels"][0, 0] != -100
+        return batch | {"first_mask": mask[:, :4], "other_mask": mask[:, 4:]}
+
+    ends = []
+    for base in (Trainer, GraphTrainer):
+        kind = type(base.__name__, (Computed, base), {})
+        own = {"passes": "exact"} if base is GraphTrainer else {}
+        options = {"data_collator": masked, **own}
+        ends.append(
+            trained(
+                kind, tmp_path / base.__name__, gradient_accumulation_steps=2, trainer_options=options,
+                remove_unused_columns=False,
+            )
+        )  # fmt: skip
+    check_same(*ends)
+    assert ends[1][1]._apart and not any("hides nothing" in str(w.message) for w in recwarn)
