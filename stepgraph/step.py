@@ -33,7 +33,7 @@ from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import Lengths, StepSpec, learn_lengths, rewrite, trace
-from stepgraph.parallel import placement_of
+from stepgraph.parallel import check_replicas, placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, Target, for_labels, resolve
 from stepgraph.passes.compile.helpers import drop_helpers
@@ -138,6 +138,8 @@ class CapturedStep:
         self.spec = replace(spec, batch=None, passes=for_labels(spec.passes, lambda: share_of_labels(batch)))
         self.dump = None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
+        if spec.placement is not None:
+            check_replicas(spec.model)
         if self.pipeline is not None:
             check_schedule(self.pipeline.name, self.pipeline.ranks, spec.accumulate)
         self._modules = list(spec.model.modules())
