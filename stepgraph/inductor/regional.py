@@ -166,15 +166,13 @@ class Compilation:
 
 
 class Helpers(Protocol):
-    """Processes that compile some of the pieces into Inductor's cache on disk: ``compiled`` so far."""
+    """Processes that compile some of the pieces into Inductor's cache on disk. ``on_disk``: whether the latest piece
+    was there."""
 
-    compiled: int
+    on_disk: bool
 
     def share(self, work: Mapping[tuple, tuple[fx.GraphModule, dict[str, Any]]]) -> Iterator[tuple]:
         """Hand out ``work``, pieces with their options: its keys in the order in which to compile or load them here."""
-
-    def stop(self) -> None:
-        """They are useless."""
 
 
 def compile_pieces(
@@ -220,8 +218,8 @@ def compile_pieces(
         loaded, missing = (now > then for now, then in zip(compat.inductor_cache_counts(), before, strict=True))
         if missing:  # and so will the next ones be
             compat.await_compile_workers()
-        elif loaded and helpers is not None and len(made) == 1 and not helpers.compiled:
-            helpers.stop()
+        if helpers is not None:
+            helpers.on_disk = loaded
     attributes: dict[str, Any] = {name: made[key][0] for key, name in distinct.items()}
     uses = [made[key][1] for key in distinct]
     return Compilation(_with_calls(module, starts, called, attributes), list(attributes.values()), uses)

@@ -132,7 +132,7 @@ class Helpers:
     def __init__(self) -> None:
         self.notes: list[str] = []
         self._team = _started.pop() if _started else None
-        self.compiled = 0
+        self.compiled, self.on_disk = 0, False
 
     def __enter__(self) -> "Helpers":
         return self
@@ -148,11 +148,10 @@ class Helpers:
 
     def share(self, work: Work) -> Iterator[Key]:
         """Hand out the pieces. The result is all of them in the order in which to compile or load them here: those of
-        this process, then the helpers' as they are done."""
+        this process, others while they are on disk, then the helpers' as they are done."""
         helpers = self._team.connections if work and self._team is not None else []
-        mine = list[Key]()
-        if helpers and compat.inductor_has_cached():  # by one of medium size it is seen whether all are on disk
-            mine.append(sorted(work, key=lambda key: len(work[key][0].graph.nodes))[len(work) // 2])
+        small = sorted(work, key=lambda key: len(work[key][0].graph.nodes))
+        mine = small[:1] if helpers and compat.inductor_has_cached() else []
         rest = {key: work[key] for key in work if key not in mine}
         shares = _shares(rest, len(helpers) + (len(helpers) < _MOST))
         mine += itertools.chain(*shares[len(helpers) :])
@@ -170,15 +169,20 @@ class Helpers:
                 request = _request(work, list(packed.values()))
                 threading.Thread(target=self._team.send, args=(helper, request), daemon=True).start()
                 given[helper] = list(packed)
-        return self._order(mine, given)
+        return self._order(mine, given, [key for key in small if key not in mine])
 
-    def _order(self, mine: list[Key], given: dict[Connection, list[Key]]) -> Iterator[Key]:
+    def _order(self, mine: list[Key], given: dict[Connection, list[Key]], others: list[Key]) -> Iterator[Key]:
         yield from mine
-        while given:
+        while self.on_disk and others:
+            yield others.pop(0)
+        while others:
             for helper in [*given] if self._team is None else self._team.answered([*given]):
-                if self._team is not None:
-                    self._noted(self._team.answer(helper))
-                yield given[helper].pop(0)
+                key, reason = given[helper].pop(0), self._team and self._team.answer(helper)
+                if key in others:
+                    others.remove(key)
+                    if self._team is not None:
+                        self._noted(reason)
+                    yield key
                 if not given[helper]:
                     del given[helper]
 
