@@ -90,9 +90,12 @@ def trace(function: Callable[..., Any], fakes: Sequence[torch.Tensor]) -> torch.
 
     def as_outside(*flat: torch.Tensor) -> Any:
         torch.set_autocast_cache_enabled(caches)  # both are put back by make_fx
-        torch.fx._symbolic_trace._is_fx_tracing_flag = False
+        tell_code(False)
         return function(*flat)
 
+    fx_trace = torch.fx._symbolic_trace
+    # A flag of each thread from torch 2.15 on, of the module before.
+    tell_code = getattr(fx_trace, "_set_is_fx_tracing", lambda value: setattr(fx_trace, "_is_fx_tracing_flag", value))
     in_order = replaced(torch.fx.Graph, eliminate_dead_code=_eliminate_dead_code)
     with collector_off(), _use_lazy_graph_module(True), _generators_as_arguments(), in_order:
         return make_fx(as_outside, _disable_torch_fn_metadata_mode=True)(*fakes)
