@@ -43,6 +43,8 @@ def check_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_l
         return None
     if func is Tensor.__bool__ and not is_literal(args[0]):
         frame = compat.outside_function_modes(sys._getframe(2))
+        if frame.f_code.co_name == "_all_true_or_runtime_assert":  # of torch 2.15, which its checks call
+            frame = frame.f_back
         if frame.f_code.co_filename.startswith(_DISTRIBUTIONS) and frame.f_code.co_name in _CHECKS:
             compat.assert_all(args[0], _message(frame))
             return True
