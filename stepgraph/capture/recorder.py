@@ -199,7 +199,7 @@ class Recorder:
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
         self._apart: list[tuple[int, int]] = []  # of re-entrant checkpoints, inner ones first: the numbers of autograd
-        self._results: set[Any] = set()  # what gives the results of these their gradients
+        self._results: set[Any] = set()  # what gives the results of these their gradients, and which of its outputs
         self._reentrant = 0  # open re-entrant checkpoints
         self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
@@ -350,7 +350,7 @@ class Recorder:
 
     def _returned(self, result: Any) -> None:
         results = result if isinstance(result, tuple) else (result,)
-        self._results.update(one.grad_fn for one in results if isinstance(one, torch.Tensor))
+        self._results.update((one.grad_fn, one.output_nr) for one in results if isinstance(one, torch.Tensor))
 
     @contextlib.contextmanager
     def _run_again(self, call: int, stack: list[str], drawn: list[torch.Tensor]) -> Iterator[None]:
@@ -392,8 +392,8 @@ class Recorder:
             owner = owners and owners.of(node)
             node.register_prehook(self._prehook(origin and origin._replace(phase="backward"), owner))
             queue.extend((next_node, origin) for next_node, _ in node.next_functions)
-            for one, _ in node.next_functions if self._apart else ():
-                if one is not None and self._leaves_checkpoint(node, one):
+            for one, output in node.next_functions if self._apart else ():
+                if one is not None and self._leaves_checkpoint(node, one, output):
                     _refuse_stored(self._forward.get(one._sequence_nr()))
             if self._apart and self.exact:
                 for one, _ in node.next_functions:
@@ -406,10 +406,10 @@ class Recorder:
             if not in_order or (is_cast and len(set(self._groups(numbers))) > 1):
                 _refuse_order(compat.leaf_of(_uncast(one)), self._forward.get(max(numbers)))
 
-    def _leaves_checkpoint(self, user: Any, made: Any) -> bool:
-        """Whether ``made`` is of an operator inside a re-entrant checkpoint, which does not return its result, and
+    def _leaves_checkpoint(self, user: Any, made: Any, output: int) -> bool:
+        """Whether ``made`` is of an operator inside a re-entrant checkpoint, which does not return this ``output``, and
         ``user`` of one outside. Autocast keeps casts of parameters for both."""
-        if made in self._results or compat.leaf_of(_uncast(made)) is not None:
+        if (made, output) in self._results or compat.leaf_of(_uncast(made)) is not None:
             return False
         read, number = user._sequence_nr(), made._sequence_nr()
         return any(a < number <= b and not a < read <= b for a, b in self._apart)

@@ -58,6 +58,8 @@ def for_this_thread(ours: Callable, plain: Callable) -> Callable:
 
 def _put_back() -> None:
     """In the child of a fork, such as a worker of a data loader that another thread starts during a trace."""
+    global _ONE_THREAD
+    _ONE_THREAD = threading.RLock()  # the thread that holds it is not there
     for owner, saved in reversed(_replaced):
         for name, value in saved.items():
             setattr(owner, name, value)

@@ -427,6 +427,23 @@ class Routed(nn.Module):
         return checkpoint(run, self.first(x), use_reentrant=True) + kept[0]
 
 
+class Halved(Routed):
+    """One operator makes what is returned and what is kept."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x):
+        kept = []
+
+        def run(x):
+            y, z = self.block(x).chunk(2, -1)
+            kept.append(z)
+            return y
+
+        return checkpoint(run, self.first(x), use_reentrant=True) + kept[0]
+
+
 def test_a_tensor_that_leaves_a_re_entrant_call_unreturned_is_refused():
     """Routers' logits, of which eager has no gradient."""
     for passes in ("exact", stepgraph.StepOptions(inductor="off")):
@@ -434,6 +451,8 @@ def test_a_tensor_that_leaves_a_re_entrant_call_unreturned_is_refused():
             stepgraph.capture(Routed(lambda y: y), shared_loss, torch.randn(3, 4), passes=passes)
     x = torch.randn(3, 4)
     assert stepgraph.capture(Routed(torch.detach), shared_loss, x, passes="exact").verify(x).bitwise
+    with pytest.raises(CaptureError, match="does not return it"):
+        stepgraph.capture(Halved(), shared_loss, x, passes="exact")
 
 
 def test_gradients_leave_a_re_entrant_call_laid_out_as_its_argument():

@@ -84,9 +84,11 @@ def _forward(step: StepGraph, aliases: Aliases, seen: set[fx.Node]) -> Iterator[
             if (
                 product.target is aten.mm.default
                 and product not in seen
+                and behind_reshapes(gate) is not product
                 and _alike(h, up, act, gate)
                 and all(aliases.position[user] > aliases.position[place] for user in _readers(product))
                 and not any(aliases.written_between(n, first, last) for n in (*product.args, product, gate))
+                and not aliases.written_between(act, aliases.position[act], last)
             ):
                 seen.add(product)
                 yield _Forward(product, h, act, place)
@@ -112,6 +114,7 @@ def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Backward]:
                 and _read_once(product, dh)
                 and all(aliases.position[n] < aliases.position[place] for n in (gate, up))
                 and not any(aliases.written_between(n, first, last) for n in (*product.args, gate, up))
+                and not aliases.written_between(act, aliases.position[act], aliases.position[du])
             ):
                 yield _Backward(product, dg, dh, ds, du, place)
                 break

@@ -88,6 +88,14 @@ def values_at_the_ends(w, b, x):
     return F.smooth_l1_loss(w, x) + (w - x).bfloat16().abs().amax(1).float().sum()
 
 
+def comparisons_of_rounded_values(w, b, x):
+    for dim in (0, 1):
+        y = x.bfloat16() * 1.375
+        most = y.amax(dim, keepdim=True)
+        b.add_((y >= most) + (y < most) * 4.0 + (y.float() > most.float()) * 16.0)
+    return (w * x).sum()
+
+
 def diagonals_of_a_copy(w, b, x):
     b.copy_(torch.diagonal_scatter(w, x[0, :4], 3))
     return (torch.diagonal_scatter(w, x[0, :4], 3) * x).sum()
@@ -109,6 +117,7 @@ CASES = {
     floor_divisions: (4, 37),
     functions_near_zero: (4, 37),
     values_at_the_ends: (4, 37),
+    comparisons_of_rounded_values: (64, 96),
     diagonals_of_a_copy: (4, 37),
     products_with_zero: (4, 8),
 }

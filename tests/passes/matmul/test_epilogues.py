@@ -210,6 +210,11 @@ def test_gated_computed_again(policy, forward, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def without_first(gate, up, a):
+    a[:, 0] = 0
+    return a * up
+
+
 def gated_by(change):
     """A gated layer whose gate, result of ``up`` and activated gate ``change`` gets, and gives the product."""
 
@@ -230,6 +235,8 @@ LEFT_GATED = {
     "broadcast": (lambda gate, up, a: a[:1] * up, 0, 0),
     "the gate comes later": (lambda gate, up, a: F.silu(up) * gate, 1, 1),
     "read before the gate": (lambda gate, up, a: F.silu(up + gate) * gate, 0, 1),
+    "gates itself": (lambda gate, up, a: F.silu(up) * up, 0, 1),
+    "the activated gate is written": (without_first, 0, 0),
     "read twice": (lambda gate, up, a: a * up + 0 * a, 1, 0),  # the gradient of up is of the form of forward
 }
 
