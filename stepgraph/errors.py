@@ -57,14 +57,15 @@ class CaptureError(ValueError):
 
 
 class MovedError(CaptureError):
-    """A generator of random numbers has another state after a trace than before it: by the step, or by another thread
-    that drew meanwhile."""
+    """The state of a generator of random numbers changed during a trace: the step changed it, or another thread drew
+    from it meanwhile."""
 
     def __init__(self, message: str):
         main = threading.main_thread(), threading.current_thread()
         names = [thread.name for thread in threading.enumerate() if thread not in main and thread.name != "waiting"]
-        also = f". Or another thread drew from it ({', '.join(names)}): give it a generator of its own" if names else ""
-        super().__init__(message + also)
+        if names:
+            message += f". Or another thread drew from it (running: {', '.join(names)}): give it its own generator"
+        super().__init__(message)
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ _refusing: list[None] = []
 
 @contextlib.contextmanager
 def refusing_masks() -> Iterator[None]:
-    """Inside, `UnlikeError` is raised where a mask would be kept that eager drops for some microbatches."""
+    """Inside, `warn_of_mask` raises `UnlikeError` instead of warning."""
     _refusing.append(None)
     try:
         yield
@@ -164,7 +164,7 @@ def refusing_masks() -> Iterator[None]:
 
 
 def warn_of_mask(message: str) -> None:
-    """Warn of a mask that is kept though eager drops it for some microbatches, or refuse it."""
+    """Warn that a mask is kept although eager drops it for some microbatches."""
     if _refusing:
         raise UnlikeError(message)
     warn_caller(message)

@@ -230,17 +230,16 @@ def without_host_random(recorder: Recorder, call: Callable[[], Any], before: Hos
 
 
 def refuse_modes() -> None:
-    """Raise if autograd is to look for NaN in each gradient, or is off for all tensors that are made, or if modules are
-    to be counted."""
+    """Raise inside ``detect_anomaly``, ``inference_mode`` or a `ModuleTracker`, which a captured step cannot serve."""
     if compat.tracks_modules():
         raise CaptureError(
-            "FlopCounterMode, or another ModuleTracker of torch, is on, whose hooks a captured step does not run: "
-            "count an eager step, before the capture"
+            "FlopCounterMode (or another ModuleTracker of torch) is on, and a captured step does not run its hooks; "
+            "capture and call the step outside of it, and count an eager step"
         )
     if torch.is_inference_mode_enabled():
         raise CaptureError(
-            "torch.inference_mode is on, in which a step cannot train: what it makes could not be trained with later; "
-            "leave it around captures and calls of a step"
+            "torch.inference_mode is on, and tensors made in it cannot be used for training; capture and call the step "
+            "outside of it"
         )
     if torch.is_anomaly_enabled():
         raise CaptureError(
@@ -315,8 +314,8 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
         if now != was:
             raise CaptureError(
                 f"forward assigns {slot.name}.data, and a captured step keeps its state in the same memory; write in "
-                "place, as by .data.copy_(...), or call the model once first, if only its first call assigns it, as "
-                "bitsandbytes' layers cast their bias"
+                "place with .data.copy_(...), or, if only the first call assigns it, as bitsandbytes' layers cast "
+                "their bias, call the model once before the capture"
             )
 
 

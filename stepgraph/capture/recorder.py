@@ -199,7 +199,7 @@ class Recorder:
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
         self._apart: list[tuple[int, int]] = []  # of re-entrant checkpoints, inner ones first: the numbers of autograd
-        self._results: set[Any] = set()  # what gives the results of these their gradients, and which of its outputs
+        self._results: set[Any] = set()  # (autograd node, output) of what these checkpoints return
         self._reentrant = 0  # open re-entrant checkpoints
         self._draws_anew = 0  # open checkpoints with preserve_rng_state=False
         self._sources: dict[str, str] = {"": ""}  # of each module's latest forward node
@@ -370,9 +370,9 @@ class Recorder:
 
         Gradients may flow into ``params`` and into tensors of the step, which nobody reads them from: gradient
         checkpointing makes embeddings require one. Raises `CaptureError` if they flow into another tensor
-        of the model (``frozen``: its name by its id), into one from outside, or into one that a re-entrant checkpoint
-        stores; also where eager adds up a parameter's gradients in another order, see `_refuse_order`, where it is to
-        be ``exact``.
+        of the model (``frozen``: its name by its id), into a tensor from outside, or into one that a re-entrant
+        checkpoint computes but does not return; also, where the step is to be ``exact``, if eager adds up a parameter's
+        gradients in another order, see `_refuse_order`.
         """
         known = {id(p) for p in params}
         owners = self._owners(params)
@@ -407,8 +407,8 @@ class Recorder:
                 _refuse_order(compat.leaf_of(_uncast(one)), self._forward.get(max(numbers)))
 
     def _leaves_checkpoint(self, user: Any, made: Any, output: int) -> bool:
-        """Whether ``made`` is of an operator inside a re-entrant checkpoint, which does not return this ``output``, and
-        ``user`` of one outside. Autocast keeps casts of parameters for both."""
+        """Whether ``made`` belongs to an operator inside a re-entrant checkpoint, whose ``output`` the checkpoint does
+        not return, and ``user`` to one outside. A cast of a parameter does not count: autocast caches it for both."""
         if (made, output) in self._results or compat.leaf_of(_uncast(made)) is not None:
             return False
         read, number = user._sequence_nr(), made._sequence_nr()
@@ -492,11 +492,11 @@ def _refuse_order(parameter: torch.Tensor, where: Provenance | None) -> None:
 
 
 def _refuse_stored(where: Provenance | None) -> None:
-    """Eager's first run of a re-entrant checkpoint is one without gradients; only what it returns gets some."""
+    """Eager runs a re-entrant checkpoint without gradients at first; only what the checkpoint returns gets one."""
     raise CaptureError(
-        f"the loss depends on a tensor that {where.place if where else 'the model'} computes under a re-entrant "
-        "torch.utils.checkpoint, which does not return it, such as a router's logits; eager computes no gradient of "
-        "it; use use_reentrant=False"
+        f"the loss depends on a tensor that {where.place if where else 'the model'} computes inside a "
+        "re-entrant torch.utils.checkpoint and that this does not return, such as a router's logits; eager computes no "
+        "gradient for it; pass use_reentrant=False"
     )
 
 

@@ -142,7 +142,7 @@ def trace_step(
 
 
 def _traced(attempt: Callable[..., StepTrace]) -> Traced:
-    """The step that ``attempt`` traces; twice if random generators moved: another thread may have drawn meanwhile."""
+    """The step that ``attempt`` traces. A second try where a random generator moved: another thread may have drawn."""
     try:
         return _found(attempt)
     except MovedError:

@@ -311,15 +311,15 @@ def inductor_settings() -> tuple[Any, ...]:
 
 
 def inductor_workers() -> dict[str, Any]:
-    """What of `inductor_settings` decides nothing of what Inductor makes: which processes compile its kernels."""
+    """The settings that do not change what Inductor generates: which processes compile its kernels."""
     from torch._inductor import config
 
     return {name: getattr(config, name) for name in ("compile_threads", "worker_start_method")}
 
 
 def take_inductor_settings(settings: tuple[Any, ...], workers: dict[str, Any]) -> bool:
-    """Set what can be of another process's `inductor_settings`; whether they are then the same here. ``workers``: its
-    `inductor_workers`."""
+    """Apply another process's `inductor_settings` as far as possible, and return whether they are then the same here.
+    ``workers``: the `inductor_workers` of that process."""
     from torch._inductor import config
 
     _, deterministic, precision = settings
@@ -331,7 +331,7 @@ def take_inductor_settings(settings: tuple[Any, ...], workers: dict[str, Any]) -
 
 
 def inductor_has_cached() -> bool:
-    """Whether Inductor's cache on disk has any graph."""
+    """Whether Inductor's cache on disk holds any graph."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return os.path.exists(os.path.join(cache_dir(), "fxgraph"))

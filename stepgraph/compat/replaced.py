@@ -15,7 +15,7 @@ _replaced: list[tuple[Any, dict[str, Any]]] = []
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, other threads that come here wait: what a trace and its passes replace is replaced in the process."""
+    """Only one thread at a time is inside: what a trace and its passes replace is replaced for the whole process."""
     with _ONE_THREAD:
         yield
 
@@ -47,7 +47,7 @@ def replaced_functions(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def for_this_thread(ours: Callable, plain: Callable) -> Callable:
-    """``ours`` where this thread calls it, and ``plain`` where another does, such as one that loads batches."""
+    """A function that calls ``ours`` in this thread and ``plain`` in others, such as one that loads batches."""
     tracing = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -57,9 +57,10 @@ def for_this_thread(ours: Callable, plain: Callable) -> Callable:
 
 
 def _put_back() -> None:
-    """In the child of a fork, such as a worker of a data loader that another thread starts during a trace."""
+    """Restore the originals in the child of a fork, such as a data loader's worker that another thread starts during a
+    trace."""
     global _ONE_THREAD
-    _ONE_THREAD = threading.RLock()  # the thread that holds it is not there
+    _ONE_THREAD = threading.RLock()  # the thread that held it does not exist in the child
     for owner, saved in reversed(_replaced):
         for name, value in saved.items():
             setattr(owner, name, value)

@@ -38,8 +38,8 @@ def trace_context(mode: FakeTensorMode) -> Iterator[None]:
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
     """Python's garbage collector off, for what makes many objects and keeps nearly all of them, as traces and compilers
-    do: it would walk them again and again, and a deep model would take more than linear time. Afterwards they count as
-    old: else it would walk them twice more, as young and as middle-aged ones."""
+    do: it would walk them again and again, and a deep model would take more than linear time. Afterwards they are
+    in the oldest generation: otherwise it would walk them once more for each of the two younger ones."""
     collecting = gc.isenabled()
     gc.disable()
     try:

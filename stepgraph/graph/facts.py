@@ -21,7 +21,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 T = TypeVar("T")
 higher_order = torch.ops.higher_order
 
-#: In the metadata of a constant: it is a `literal`.
+#: Key in the metadata of a constant that is a `literal`.
 LITERAL = "literal"
 
 #: Share their argument's storage although their schema does not say so.

@@ -166,7 +166,7 @@ def pack(piece: fx.GraphModule, options: dict[str, Any]) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[fx.GraphModule, dict[str, Any]]:
-    """What was packed, its inputs fake tensors of one mode. The class of the piece is in the keys of torch's caches."""
+    """What was packed, with fake tensors of one mode as inputs. Torch's cache keys contain the class of the piece."""
     unpacker = Unpacker(data, compat.FakeTensorMode())
     graph = read_graph(unpacker, lambda packed: packed.target)
     return compat.lazy_graph_module({}, graph), unpacker.load()

@@ -167,12 +167,12 @@ class Compilation:
 
 class Helpers(Protocol):
     """Processes that compile some of the pieces into Inductor's cache on disk. ``on_disk``: whether the latest piece
-    was there."""
+    that this process loaded was there."""
 
     on_disk: bool
 
     def share(self, work: Mapping[tuple, tuple[fx.GraphModule, dict[str, Any]]]) -> Iterator[tuple]:
-        """Hand out ``work``, pieces with their options: its keys in the order in which to compile or load them here."""
+        """Hand out ``work``, pieces with their options. Its keys, in the order in which to compile or load them."""
 
 
 def compile_pieces(
@@ -188,8 +188,8 @@ def compile_pieces(
 
     The nodes of a piece are consecutive in the graph. ``config``: options of every region, which its own override.
     ``any_length``: compile pieces of which another length was compiled or noted so that they serve any. ``on_first``:
-    called before the first piece is compiled or loaded in this process, for what can be done while ``helpers`` compile,
-    which have their pieces by then, for one length.
+    called before the first piece is compiled or loaded in this process, for work to do while ``helpers`` compile.
+    They have their pieces by then, unless ``any_length``.
     Raises ``ValueError`` for an option that Inductor does not have.
     """
     known = compat.inductor_options()
@@ -226,7 +226,7 @@ def compile_pieces(
 
 
 def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: Helpers | None) -> Iterable[tuple]:
-    """The keys of ``work`` in the order in which to compile them here, what is not compiled yet shared by helpers."""
+    """The keys of ``work`` in the order in which to compile them here; helpers share those not compiled yet."""
     if helpers is None:
         return work
     new = {key: given for key, given in work.items() if not is_compiled(key, given[1])}

@@ -389,7 +389,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             if key not in self._steps:
                 try:
                     self._steps[key] = self._capture(model, batch, count)
-                except ValueError as error:  # of the optimizer, or of microbatches that differ, or the loss raises it
+                except ValueError as error:  # from the optimizer, the loss, or microbatches that differ
                     return self._without_optimizer(model, microbatches, key, error)
             step = self._steps[key]
             try:

@@ -152,8 +152,8 @@ def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
-    """Raise ``ValueError`` where ranks that are to hold the same values of a parameter do not, as after different
-    seeds. All ranks call it together, and it looks at a model once: ranks may capture other steps at other times."""
+    """Raise ``ValueError`` if ranks hold different values of a replicated parameter, as after different seeds. All
+    ranks call it together. It checks a model only once, since ranks may capture later steps at different times."""
     if model in _CHECKED:
         return
     _CHECKED.add(model)
@@ -172,7 +172,7 @@ def check_replicas(model: nn.Module) -> None:
             for name, differs in zip(alike, (range_.sum(0) > 1e-9 * norms).tolist(), strict=True):
                 if differs:
                     raise ValueError(
-                        f"ranks hold different values of {name}, and each would train its own: build the model from "
+                        f"ranks hold different values of {name}, and each would train its own; build the model from "
                         "one seed on all ranks, by torch.manual_seed, or load the same checkpoint"
                     )
 

@@ -135,7 +135,7 @@ def test_a_count_that_is_no_tensor_is_refused():
     optimizer = torch.optim.AdamW(m.parameters(), fused=True)
     step = stepgraph.capture(m, loss_fn, BATCH, optimizer, passes="exact")
     optimizer.state[m[0].weight]["step"] = 3.0
-    with pytest.raises(ValueError, match=r"keeps 3.0 as step of a parameter of shape \[5, 6\]"):
+    with pytest.raises(ValueError, match=r"state has step=3.0 for a parameter of shape \[5, 6\]"):
         step(BATCH)
 
 

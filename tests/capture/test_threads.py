@@ -76,5 +76,7 @@ def test_another_thread_finds_torch_as_it_is(monkeypatch, work):
 
 
 def test_another_thread_that_draws_in_each_trace_is_named(monkeypatch):
-    with pytest.raises(stepgraph.CaptureError, match=r"another thread drew .*\(.*ThreadPoolExecutor-.*of its own"):
+    with pytest.raises(
+        stepgraph.CaptureError, match=r"another thread drew .*: .*ThreadPoolExecutor-.*its own generator"
+    ):
         during_a_trace(monkeypatch, lambda: torch.rand(2))

@@ -1,4 +1,4 @@
-"""Ranks that are to hold the same values of a parameter, and do not."""
+"""Ranks that hold different values of a replicated parameter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Steps after public reports on Inductor on a GPU, where its code is another than a CPU's."""
+"""Steps from public reports on Inductor, on a GPU, for which it generates other code than for a CPU."""
 
 import pytest
 import torch

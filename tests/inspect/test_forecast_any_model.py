@@ -166,6 +166,14 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(rows, accumulate):
     assert at(largest - step).fits and not at(largest + step).fits
 
 
+def test_the_search_for_the_largest_batch_stops_at_few_integers(monkeypatch):
+    """Labels of the 300 million rows of a small layer that an H200 holds would take minutes, and GBs of the host."""
+    monkeypatch.setattr("stepgraph.inspect.forecast.any_model._MOST_INTEGERS", 2**10)
+    batch = {"x": torch.randn(8, 4), "y": torch.randint(4, (8,))}
+    found = stepgraph.forecast(nn.Linear(4, 4), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), batch, passes=OFF)
+    assert found.largest_batch == 2**10 and "of 8, 1024; larger ones are not tried" in found.batch_note
+
+
 def test_the_largest_batch_fits_where_memory_is_not_linear():
     """Scores of each sample with each other: lines through two batches would promise too much."""
     model = nn.Linear(64, 64)

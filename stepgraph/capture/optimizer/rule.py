@@ -251,8 +251,8 @@ class AdamRule(Rule):
             )
         elif wrong := next((key for key in keys if not isinstance(state.get(key), Tensor)), None):
             raise ValueError(
-                f"{type(optimizer).__name__} keeps {state.get(wrong)!r} as {wrong} of a parameter of shape "
-                f"{list(param.shape)}, which eager refuses too: keep a tensor, or clear that parameter's state"
+                f"{type(optimizer).__name__}'s state has {wrong}={state.get(wrong)!r} for a parameter of shape "
+                f"{list(param.shape)}, and eager needs a tensor too; store a tensor, or clear that parameter's state"
             )
         elif "master" not in keys and state["exp_avg"].dtype != param.dtype:
             raise ValueError(

@@ -251,7 +251,7 @@ class _Alone:
     def _lines(self, graph: fx.Graph, run: Run, without: set[fx.Node]) -> list[str]:
         """The operators of a graph, by what they compute with and not by names; what is decided and written."""
         names, lines, unread = dict(self.labels), [], set[fx.Node]()
-        for node in reversed(graph.nodes):  # torch 2.15 also leaves the number that a count of steps is made of
+        for node in reversed(graph.nodes):  # torch 2.15 also leaves the number that a step count starts as
             if (node in without or is_pure(node)) and node.users.keys() <= unread:
                 unread.add(node)
         for node in graph.nodes:

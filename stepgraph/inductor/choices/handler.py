@@ -104,9 +104,9 @@ class Kernel(parts.TritonKernel):
         return False
 
     def codegen_kernel(self, name: str | None = None) -> str:
-        """Positions in a tile that are divided get bounds that LLVM does not know: within 16 bits it packs the
-        additions to two of them into one, of which ptxas (12.8 to 13.0, sm_90) may lose a constant, and elements are
-        read at other places. There is one program along the third axis, number 0."""
+        """Hide the bounds of divided positions in a tile from LLVM. Where it knows that they fit in 16 bits, it packs
+        two additions to them into one, ptxas (12.8 to 13.0, sm_90) may lose a constant of that, and the kernel reads
+        wrong elements. The added term is 0, as there is one program along the third axis; LLVM does not know that."""
         code = super().codegen_kernel(name)
         if re.search(r"r0_index (//|%) ", code) and "tl.program_id(2)" not in code:
             code = code.replace("tl.arange(0, R0_BLOCK)", "256 * tl.program_id(2) + tl.arange(0, R0_BLOCK)")

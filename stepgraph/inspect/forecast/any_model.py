@@ -48,6 +48,8 @@ _FIXED = ("parameters", "optimizer", "gradients")
 _SHOWN = 10
 #: Batches that are traced at most to find the largest one that fits.
 _MOST_BATCHES = 6
+#: Integers in the largest batch that is tried, unless the given one has half as many: theirs are real, 0.5 GiB of them.
+_MOST_INTEGERS = 2**26
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,9 @@ def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu
         other = 2 * rows if fits else rows // 2
         if guess is not None and (guess > rows if fits else guess < rows):
             other = max(guess, 1)
-    like, low, note = None, rows, ""
+    integers = sum(leaf.numel() for leaf in flatten_batch(spec.batch)[0] if _is_repeated(leaf))
+    most = max(rows * _MOST_INTEGERS // (integers or 1), 2 * rows)
+    like, low, note, other = None, rows, "", min(other, most)
     for _ in range(_MOST_BATCHES):
         try:
             program, resized = _at_batch(spec, other * n, target)
@@ -368,7 +372,9 @@ def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu
         aim = min(_where_full(one, peaks[one], then, peaks[then], memory), below)
         if aim == math.inf:
             return None, f"the peak does not grow between batches of {one * n} and {then * n}"
-        other = max(math.floor(aim), math.isqrt(low * high) if over else low)
+        other = min(max(math.floor(aim), math.isqrt(low * high) if over else low), most)
+        if low == most:
+            note = "larger ones are not tried"
         if other <= low or other < 1.01 * low:
             break
     if note and len(peaks) == 1:
@@ -472,12 +478,16 @@ def _has_counts(tensor: torch.Tensor) -> bool:
     return has_values(tensor) and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
 
 
+def _is_repeated(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and _has_counts(leaf)
+
+
 def _resized(batch: Any, rows: int) -> Any:
     """``batch`` with ``rows`` in the first dimension of its tensors; integers are repeated."""
     leaves, structure = flatten_batch(batch)
     made = [
         leaf[torch.arange(rows, device=leaf.device) % len(leaf)]
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and _has_counts(leaf)
+        if _is_repeated(leaf)
         else leaf.new_empty((rows, *leaf.shape[1:])).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, torch.Tensor) and leaf.ndim
         else leaf

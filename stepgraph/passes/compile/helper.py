@@ -1,8 +1,8 @@
 """``main(FD, ...)``: helpers that compile pieces for whoever started them.
 
 The results are in Inductor's cache on disk. One process imports, then forks a helper for each ``FD``, its end of a
-`multiprocessing.Pipe`. A helper may get the number of a GPU to get ready for, then gets a `Request`, and sends for each
-piece in order, when it is done, None, or why it is not in the cache.
+`multiprocessing.Pipe`. A helper may first receive the number of a GPU to get ready for. It then receives a `Request`,
+and sends for each piece, in order, None when it is done, or why it is not in the cache.
 """
 
 import os
@@ -57,7 +57,7 @@ def serve(connection: Connection) -> None:
         request, device, refused = _received(connection), None, None
         if isinstance(request, int):
             device, refused = request, _without_device(request)
-            if not connection.poll():  # what Inductor does at its first piece only
+            if not connection.poll():  # Inductor does some work only at its first piece
                 _compiled(_example(torch.device("cuda", device)))
             request = _received(connection)
     except EOFError:  # nobody asks any more
@@ -73,14 +73,14 @@ def serve(connection: Connection) -> None:
 
 
 def _received(connection: Connection) -> Any:
-    """What is sent next. Raises ``EOFError`` where that is nothing."""
+    """The next object that is sent. Raises ``EOFError`` if none comes in time."""
     if not connection.poll(_PATIENCE_S):
         raise EOFError
     return connection.recv()
 
 
 def _without_device(device: int | None) -> str | None:
-    """Take the GPU ``device``, after forks that compile kernels; why that fails, or None."""
+    """Fork the processes that compile kernels, then create a context on the GPU ``device``. Why that fails, or None."""
     try:
         if device is not None:
             compat.fork_compile_workers(_FORKS)
@@ -91,7 +91,7 @@ def _without_device(device: int | None) -> str | None:
 
 
 def _example(device: torch.device) -> bytes:
-    """A piece for ``device`` that is not kept in the cache of graphs, so that it is compiled each time."""
+    """A piece for ``device`` that the cache of graphs does not keep, so that it is compiled each time."""
     graph, mode = fx.Graph(), compat.FakeTensorMode()
     x = graph.placeholder("x")
     y = graph.call_function(aten.mm.default, (x, graph.call_function(aten.sin.default, (x,))))

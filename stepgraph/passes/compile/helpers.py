@@ -30,7 +30,7 @@ Key = TypeVar("Key", bound=Hashable)
 #: Pieces by key, with their options.
 Work = Mapping[Key, tuple[fx.GraphModule, dict[str, Any]]]
 
-#: A rank starts no more, and that many need no help by this process. Each takes a context of its GPU, half a GB.
+#: The most that a rank starts; with that many, this process compiles nothing. Each holds a GPU context of half a GB.
 _MOST, _CORES_OF_EACH = 8, 2
 #: Seconds for which this process waits for a piece (one that takes longer is compiled here), and for a killed helper to
 #: end: the driver can take long to free its context, and other ranks may already wait for this one in a collective.
@@ -62,14 +62,14 @@ class Team(Child):
         self.device: int | None = None
 
     def get_ready(self, device: int) -> None:
-        """Let them take a context of the GPU ``device``, once."""
+        """Ask them to create a context on the GPU ``device``; later calls do nothing."""
         if self.device is None:
             self.device = device
             for connection in self.connections:
                 self.send(connection, device)
 
     def send(self, connection: Connection, what: Any) -> None:
-        """Send ``what`` to a helper, which may have ended: `answer` says so."""
+        """Send ``what`` to a helper. It may have ended: then `answer` says so."""
         with contextlib.suppress(OSError):
             connection.send(what)
 
@@ -100,8 +100,8 @@ _started: list[Team] = []
 
 
 def start_helpers() -> None:
-    """Start as many as Inductor may use cores for, of this rank's share. They import, and get ready for this process's
-    GPU, if it has taken one already."""
+    """Start as many as this rank's share of the cores that Inductor may use allows. They import, and get ready for this
+    process's GPU if it already uses one."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1))
     cores = min(compat.compile_threads(), (os.cpu_count() or 1) // ranks)
     _started[:] = [team for team in _started if team.process.poll() is None]  # a team may have died
@@ -119,7 +119,7 @@ def end_helpers() -> None:
 
 
 def drop_helpers() -> None:
-    """End, behind this process, the ones that were not asked, as of a step that was saved: each has a context."""
+    """End, in the background, helpers that got no work, as when a saved step is loaded: each holds a GPU context."""
     teams, _started[:] = [*_started], []
     for team in teams:
         threading.Thread(target=team.end).start()

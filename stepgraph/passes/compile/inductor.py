@@ -69,11 +69,11 @@ _INDEX_PUTS = (
 _CHECKED = (aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_)
 _CHECKED += (aten.binary_cross_entropy,)
 
-#: Functions that Inductor computes for a CPU by others that round near 0, ``expm1`` by ``exp(x) - 1``.
+#: Functions that Inductor computes on a CPU by formulas that lose digits near 0, such as ``exp(x) - 1`` for ``expm1``.
 _NEAR_ZERO = (aten.expm1, aten.expm1_, aten.erf, aten.erf_, aten.atanh, aten.atanh_)
 _NEAR_ZERO += (aten.elu, aten.elu_, aten.selu, aten.selu_, aten.celu, aten.celu_)
 
-#: Operators that Inductor computes by others, of which it makes numbers where eager makes NaN.
+#: Operators that Inductor decomposes into others that give numbers where eager gives NaN.
 _WITHOUT_NAN = (aten.softshrink, aten.smooth_l1_loss_backward, aten.logit_backward)
 
 _COMPARISONS = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
@@ -82,7 +82,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _SHIFTS = (aten.__lshift__, aten.__rshift__, aten.bitwise_left_shift, aten.bitwise_right_shift)
 _SHIFTS += (aten.__ilshift__, aten.__irshift__, aten.bitwise_left_shift_, aten.bitwise_right_shift_)
 
-#: Types in which Triton saturates what eager wraps or makes NaN or infinite.
+#: Types to which Triton's casts saturate, where eager's wrap or give NaN or infinity.
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CAST_TO_FP8 = (torch.float32, torch.bfloat16, torch.float16)
 _SATURATING = (*_FP8, torch.int8, torch.uint8, torch.int16)
@@ -314,7 +314,7 @@ def _needs_gpu(node: fx.Node) -> str | None:
     if packet(node) in _CHECKED:
         return "Inductor leaves out the check of its values"
     added = node.users and all(user.target is aten.add.Tensor and 1 in user.args for user in node.users)
-    if packet(node) in _NEAR_ZERO and not added:  # as in 1 + erf(x) of a GELU, where 0 will do
+    if packet(node) in _NEAR_ZERO and not added:  # as in 1 + erf(x) of a GELU, where these digits do not count
         return "Inductor's value of a small number has few correct digits"
     return None
 
@@ -343,7 +343,7 @@ def read_before_drawn(node: fx.Node) -> str | None:
 
 def drawn_out_of_order(graph: fx.Graph) -> set[fx.Node]:
     """Random operators that do not depend on the one before, such as the noise and the timesteps of a diffusion model:
-    torch 2.11 calls them in any order. Of two, one outside of pieces suffices."""
+    torch 2.11 calls them in any order. Of two, it is enough to leave one outside of pieces."""
     alone, count, previous = set[fx.Node](), 0, None
     newest: dict[fx.Node, int] = {}  # the number of the last random operator that a node depends on
     for node in graph.nodes:
@@ -405,11 +405,11 @@ def differs_at_the_ends(node: fx.Node) -> str | None:
     """Why Inductor's result for NaN, zeros or values of few digits is not eager's, or None."""
     kind, value = packet(node), node.meta.get("val")
     if kind in _WITHOUT_NAN:
-        return "Inductor makes numbers of NaN"
+        return "Inductor gives a number for NaN"
     if kind in (aten.sgn, aten.sgn_) and value.is_complex():
-        return "Inductor makes NaN of 0"
+        return "Inductor gives NaN for 0"
     if kind in (aten.addmm, aten.addmm_) and argument(node, "beta") == 0:
-        return "Inductor multiplies by 0 what eager does not read"
+        return "Inductor multiplies by beta=0 a tensor that eager does not read"
     if kind in _COMPARISONS and len(node.all_input_nodes) == 2 and any(map(_was_half, node.all_input_nodes)):
         # As in the gradient of amax, where no element would be the largest.
         return "Inductor compares a value before it is rounded with one that was"
@@ -424,7 +424,7 @@ def _was_half(node: fx.Node) -> bool:
 
 
 def differs_on_gpu(node: fx.Node) -> str | None:
-    """Why Triton makes no kernel of ``node`` whose result is eager's on a GPU, or None."""
+    """Why Triton's result of ``node`` on a GPU would differ from eager's, or why it has no kernel for it; or None."""
     kind, value = packet(node), node.meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_cuda:
         return None

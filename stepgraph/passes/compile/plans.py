@@ -1,8 +1,8 @@
 """cuDNN's plans for attention, built while helpers compile.
 
 cuDNN builds a plan at the first call of each form in a thread: 1.3 of the 2.6 seconds of a Qwen3-0.6B's first call on
-an H200. Here each form is called once, on memory of unknown content. It changes nothing of the step: generators of
-random numbers are put back, and nothing is kept. Without room for it the plan is built at the step's first call.
+an H200. Here each form is called once, on uninitialized memory. It does not change the step: the state of generators of
+random numbers is restored, and no result is kept. Where memory does not suffice, the step's first call builds the plan.
 """
 
 import contextlib

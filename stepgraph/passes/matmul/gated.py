@@ -26,7 +26,7 @@ aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 @dataclass
 class _Forward(Pair):
-    """``last`` is ``act`` times the product, and ``place`` the last that the kernel needs."""
+    """``last`` is ``act`` times the product, and ``place`` the last node that the kernel reads."""
 
     act: fx.Node
     place: fx.Node
@@ -66,13 +66,13 @@ class _Backward(Pair):
 
 def gated_pairs(step: StepGraph, aliases: Aliases) -> Iterator[Pair]:
     """Gated activations of products, and their gradients."""
-    backward = list(_backward(step, aliases))  # in which the gradient of up is like a forward of its own
+    backward = list(_backward(step, aliases))  # first: the gradient of up looks like a forward pair
     yield from _forward(step, aliases, {pair.product for pair in backward})
     yield from backward
 
 
 def _forward(step: StepGraph, aliases: Aliases, seen: set[fx.Node]) -> Iterator[_Forward]:
-    """In the order of the graph: what backward recomputes of a product that is kept stays."""
+    """One pair per product, the first in the graph: an activation that backward recomputes is left."""
     for h in step.calling(aten.mul.Tensor):
         for act in h.all_input_nodes:
             up = _other(h, act)

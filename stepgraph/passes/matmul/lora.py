@@ -142,7 +142,7 @@ def _split(wide: fx.Node, parts: Sequence[fx.Node], dim: int, build: Builder) ->
     for part, piece in zip(parts, pieces, strict=True):
         replace(part, piece, sweep=True)
         for user in filter(swapped, piece.users):
-            user.meta["val"] = fake_value(user)  # lies otherwise in memory, which its readers, products, do not see
+            user.meta["val"] = fake_value(user)  # another layout in memory, which its readers, all products, allow
 
 
 def _add(adapter: Adapter) -> None:
@@ -177,7 +177,7 @@ def _scale_backward(adapter: Adapter, settled: set[fx.Node]) -> bool:
 
 
 def _settled(adapters: Sequence[Adapter], aliases: Aliases) -> Iterator[fx.Node]:
-    """Products of the output's gradient with a scale, while nothing writes to that gradient or to its multiple."""
+    """Products that read the scaled gradient of the output, if nothing writes to it or to its multiple before."""
     at = aliases.position
     for adapter in adapters:
         for product in (adapter.up.input_gradient, adapter.up.weight_gradient):
@@ -190,7 +190,7 @@ def _settled(adapters: Sequence[Adapter], aliases: Aliases) -> Iterator[fx.Node]
 
 
 def _scaled(product: fx.Node, scale: float) -> fx.Node | None:
-    """What the first matrix of ``product`` is in another shape, if that was multiplied by ``scale``, or None."""
+    """The multiplication by ``scale`` whose result, up to its shape, is the first matrix of ``product``; or None."""
     matrix = product.args[0]
     node = behind_reshapes(matrix.args[0] if matrix.target is aten.t.default else matrix)
     multiplied = node.target is aten.mul.Tensor and node.args[1] == scale
@@ -254,8 +254,8 @@ def _root(leaf: fx.Node) -> fx.Node | None:
 
 
 def _leaves(node: fx.Node) -> Iterator[fx.Node]:
-    """The products of two matrices among the summands of the sum ``node``; none where these lie otherwise in memory, as
-    what is left without a product then would."""
+    """The products of two matrices among the summands of the sum ``node``; none where a summand's layout in memory
+    differs from the sum's, since the sum without its products could then have another one."""
     if any(summand.meta["val"].stride() != node.meta["val"].stride() for summand in node.args):
         return
     for summand in node.args:

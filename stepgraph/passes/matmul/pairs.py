@@ -16,7 +16,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 @dataclass
 class Pair:
-    """``product``, and ``last``, the last node that its kernel takes the place of."""
+    """``product``, and ``last``, the last node that the kernel replaces."""
 
     product: fx.Node
     last: fx.Node

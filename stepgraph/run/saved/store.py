@@ -155,7 +155,7 @@ class _Saving:
         """Replace the captured program by the saved step; whether it exists and is whole."""
         began = time.perf_counter()
         if self.name is not None and (entry := self._read()) is not None:
-            drop_helpers()  # before they take contexts, which are made and taken apart while this process waits
+            drop_helpers()  # before they create GPU contexts, for which this process would wait
             try:
                 saved = pickle.loads(entry.files["program"])
                 self._name_groups(saved)

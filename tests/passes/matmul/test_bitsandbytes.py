@@ -57,7 +57,7 @@ def test_what_layers_change_in_their_first_call_is_refused_with_a_fix():
         return nn.Sequential(nn.Linear(64, 64), layer).to("cpu")
 
     x, model = torch.randn(4, 64), models(torch.bfloat16)
-    with pytest.raises(stepgraph.CaptureError, match=r"1\.bias\.data.*call the model once first"):
+    with pytest.raises(stepgraph.CaptureError, match=r"1\.bias\.data.*call the model once before"):
         stepgraph.capture(model, loss_fn, x, passes="exact")
     loss_fn(model, x)
     assert stepgraph.capture(model, loss_fn, x, passes="exact").verify(x).bitwise
