@@ -494,9 +494,9 @@ def _refuse_order(parameter: torch.Tensor, where: Provenance | None) -> None:
 def _refuse_stored(where: Provenance | None) -> None:
     """Eager runs a re-entrant checkpoint without gradients at first; only what the checkpoint returns gets one."""
     raise CaptureError(
-        f"the loss depends on a tensor that {where.place if where else 'the model'} computes inside a "
-        "re-entrant torch.utils.checkpoint and that this does not return, such as a router's logits; eager computes no "
-        "gradient for it; pass use_reentrant=False"
+        f"the loss depends on a tensor that {where.place if where else 'the model'} computes inside a re-entrant "
+        "torch.utils.checkpoint, which does not return it, such as a router's logits; eager computes no gradient for "
+        "it; pass use_reentrant=False"
     )
 
 
