@@ -370,6 +370,8 @@ def _largest_batch(spec: StepSpec, traced: StepProgram, cost: StepCost, gpu: Gpu
         one, then = (low, high) if met and over else sorted(met)[-2:] if met else sorted(over)[:2]
         below = min(high - 1, high * (1 - 0.005 * 2 ** (len(over) - 1))) if over else high  # lines err by rounding
         aim = min(_where_full(one, peaks[one], then, peaks[then], memory), below)
+        if aim == math.inf and search:  # as where the larger one runs in more tiles
+            aim = _where_full(0, peaks[0], then, peaks[then], memory)
         if aim == math.inf:
             return None, f"the peak does not grow between batches of {one * n} and {then * n}"
         other = min(max(math.floor(aim), math.isqrt(low * high) if over else low), most)
