@@ -444,10 +444,15 @@ def differs_on_gpu(node: fx.Node) -> str | None:
 
 
 def _bounded(node: fx.Node) -> bool:
-    """Whether what is cast was clamped before."""
+    """Whether what is cast was clamped before, to numbers that its new type has."""
+    info = (torch.finfo if node.meta["val"].is_floating_point() else torch.iinfo)(node.meta["val"].dtype)
     while is_view(node) or packet(node) in (aten._to_copy, aten.round, aten.floor, aten.ceil, aten.trunc):
         node = node.args[0]
-    return packet(node) in (aten.clamp, aten.hardtanh)
+    if packet(node) not in (aten.clamp, aten.hardtanh):
+        return False
+    names = ("min", "max") if packet(node) is aten.clamp else ("min_val", "max_val")
+    bounds = [argument(node, name) for name in names]
+    return all(isinstance(bound, (int, float)) and info.min <= bound <= info.max for bound in bounds)
 
 
 def undeclared_write(node: fx.Node) -> str | None:

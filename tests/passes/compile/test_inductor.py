@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -243,6 +244,9 @@ FP8, INT = torch.float8_e4m3fn, torch.int32
         (lambda x: x.float(), FP8, False),
         (lambda x: x.round().to(torch.int8), torch.float32, True),
         (lambda x: x.clamp(-127, 127).round().to(torch.int8), torch.float32, False),
+        (lambda x: x.clamp(min=0).to(torch.uint8), torch.float32, True),
+        (lambda x: x.clamp(-300, 300).to(torch.int8), torch.float32, True),
+        (lambda x: F.relu6(x).to(torch.uint8), torch.float32, False),
         (lambda x: x.to(torch.int8), INT, False),
         (lambda x: torch.div(x, x, rounding_mode="trunc"), torch.float32, True),
         (lambda x: torch.div(x, 2.0, rounding_mode="trunc"), torch.float32, False),
