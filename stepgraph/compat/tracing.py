@@ -38,17 +38,13 @@ def trace_context(mode: FakeTensorMode) -> Iterator[None]:
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
     """Python's garbage collector off, for what makes many objects and keeps nearly all of them, as traces and compilers
-    do: it would walk them again and again, and a deep model would take more than linear time. Afterwards they are
-    in the oldest generation: otherwise it would walk them once more for each of the two younger ones."""
+    do: it would walk them again and again, and a deep model would take more than linear time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
-            if not gc.get_freeze_count():  # what the caller froze stays so
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 

@@ -1,9 +1,5 @@
 """What a trace and passes ask of torch's graphs."""
 
-import functools
-import gc
-
-import pytest
 from torch import fx
 
 from stepgraph import compat
@@ -45,16 +41,3 @@ def test_the_name_of_a_copy_is_not_searched_from_the_first_on(monkeypatch):
         for node in nodes:
             graph.node_copy(node, {x: x}.__getitem__)
     assert met < 300 * 12
-
-
-@pytest.mark.parametrize("frozen", [0, 5])
-def test_what_was_made_without_the_collector_counts_as_old_afterwards(frozen, monkeypatch):
-    """`freeze` and `unfreeze` put all in the oldest generation, where a caller has not frozen some for good."""
-    called = []
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen)
-    for name in ("freeze", "unfreeze"):
-        monkeypatch.setattr(gc, name, functools.partial(called.append, name))
-    gc.enable()
-    with compat.collector_off():
-        assert not gc.isenabled()
-    assert gc.isenabled() and called == ["freeze", "unfreeze"] * (not frozen)

@@ -136,7 +136,8 @@ def examples(t):
 def triton_functions(package):
     """((module, name), function) of every Triton function in ``package``."""
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if any(part in info.name for part in (".copy_collectives", ".clock", ".attention")):  # no node's; not ours
+        # No node's; not ours; of an optional package.
+        if any(part in info.name for part in (".copy_collectives", ".clock", ".attention", ".gated_quack")):
             continue
         for name, value in vars(importlib.import_module(info.name)).items():
             if isinstance(value, triton.runtime.JITFunction) and value.fn.__module__ == info.name:
