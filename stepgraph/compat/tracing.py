@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._guards import TracingContext, tracing
-from torch._subclasses import fake_tensor
+from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -30,7 +30,7 @@ from stepgraph.errors import CaptureError
 def trace_context(mode: FakeTensorMode) -> Iterator[None]:
     """What a trace runs under: one tracing context, backward on this thread. An operator that fails raises, and torch
     does not log the traceback as well: forward may catch the error, and what it does not catch is reported."""
-    quiet = replaced(fake_tensor.log, disabled=True)
+    quiet = replaced(fake_tensors.log, disabled=True)
     with tracing(TracingContext(mode)), torch.autograd.set_multithreading_enabled(False), quiet:
         yield
 
