@@ -30,7 +30,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gu
 _MESSAGES = {
     ".numpy()": ".numpy() is not supported",
     ".data_ptr()": "Cannot access data pointer",
-    "splitting by a tensor (tensor_split), or another kernel that reads on the host,": "its data is not allocated yet",
+    "torch.Tensor() of tensors, tensor_split by one, or what else reads memory": "its data is not allocated yet",
     "formatting or printing a tensor": "passed to FakeTensor.__",
     "pickle or copy.deepcopy of a tensor": "FakeTensor has no copy",
     "torch.Size() of tensors": " is 'FakeTensor')",
@@ -91,6 +91,22 @@ def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool
     reads |= {name: noting(uncopied) for name in ("__deepcopy__", "__reduce_ex__")}
     reads |= {name: shown(name) for name in ("__format__", "__repr__")}
     with replaced(FakeTensor, **reads):
+        yield
+
+
+@contextlib.contextmanager
+def shown_tensors(note: Callable[[torch.Tensor], None], counts: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, ``note`` receives each tensor with values that is printed or formatted by code whose file ``counts``."""
+    show = torch._tensor_str._str
+
+    def noting(tensor: torch.Tensor, **options: Any) -> str:
+        if isinstance(tensor, FakeTensor) or not counts(sys._getframe(2).f_code.co_filename):
+            return show(tensor, **options)
+        note(tensor)
+        with _disable_current_modes():
+            return show(tensor, **options)
+
+    with replaced(torch._tensor_str, _str=noting):
         yield
 
 
@@ -273,8 +289,8 @@ def truth(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iterator[None]:
-    """Inside, ``torch.tensor([a, b])`` of fake tensors, whose memory torch would read, calls their ``.item()``, and
-    ``.tolist()``, which calls it for each element, asks ``listed`` for all at once, unless that gives None; so does
+    """Inside, ``torch.tensor([a, b])`` and the like of tensors, whose memory torch would read, call their ``.item()``,
+    and ``.tolist()``, which calls it for each element, asks ``listed`` for all at once, unless that gives None; so does
     ``.numpy()``, whose array cannot be written."""
     make, to_list, to_array = torch.tensor, FakeTensor.tolist, FakeTensor.numpy
 
@@ -290,16 +306,23 @@ def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iter
         array.flags.writeable = False
         return array
 
-    def tensor(data: Any, **options: Any) -> torch.Tensor:
-        leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            return make(data, **options)
-        if options.get("dtype") is None:
-            options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
-        return make(pytree.tree_map_only(FakeTensor, FakeTensor.item, data), **options)
+    def of_numbers(make: Callable) -> Callable:
+        def call(*args: Any, **options: Any) -> torch.Tensor:
+            *before, data = args or [()]
+            leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
+            if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                return make(*args, **options)
+            if not before and options.get("dtype") is None:
+                options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
+            return make(*before, pytree.tree_map_only(torch.Tensor, torch.Tensor.item, data), **options)
+
+        return call
 
     with (
-        replaced_functions(torch, tensor=tensor),
+        replaced_functions(
+            torch, **{name: of_numbers(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
+        ),
+        replaced_functions(torch.Tensor, new_tensor=of_numbers(torch.Tensor.new_tensor)),
         replaced(FakeTensor, tolist=tolist, numpy=numpy),
         warnings.catch_warnings(),
     ):

@@ -12,6 +12,9 @@ _ONE_THREAD = threading.RLock()
 #: What is replaced now: (owner, values before), the latest last.
 _replaced: list[tuple[Any, dict[str, Any]]] = []
 
+#: The value before of what a class has from its bases.
+_INHERITED = object()
+
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
@@ -23,16 +26,24 @@ def one_thread() -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Inside, names of ``owner``, a module or a class, have other values."""
-    saved = {name: getattr(owner, name) for name in values}
+    inherited = [name for name in values if isinstance(owner, type) and name not in vars(owner)]
+    saved = {name: getattr(owner, name) for name in values} | dict.fromkeys(inherited, _INHERITED)
     _replaced.append((owner, saved))
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
-        for name, value in saved.items():
-            setattr(owner, name, value)
+        _restore(owner, saved)
         _replaced.remove((owner, saved))
+
+
+def _restore(owner: Any, saved: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        if value is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -62,8 +73,7 @@ def _put_back() -> None:
     global _ONE_THREAD
     _ONE_THREAD = threading.RLock()  # the thread that held it does not exist in the child
     for owner, saved in reversed(_replaced):
-        for name, value in saved.items():
-            setattr(owner, name, value)
+        _restore(owner, saved)
 
 
 os.register_at_fork(after_in_child=_put_back)

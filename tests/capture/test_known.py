@@ -164,13 +164,19 @@ def an_array(x):
     return torch.from_numpy(SHARED).sum().item()
 
 
+def lists_of_elements(x):
+    one, two, three = HELD
+    made = torch.tensor([one, 1.0]), torch.as_tensor([[two], [2]]), torch.asarray((three,)), x.new_tensor([HELD.sum()])
+    return sum(tensor.sum() for tensor in made)
+
+
 def a_buffer(model, x):
     return float((model.held * 2).max()) + len(x[0, :3][model.held > 2])
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("look", [a_sum, a_mask, the_mask_itself, a_filled_mask, an_array, a_buffer])
+@pytest.mark.parametrize("look", [a_sum, a_mask, the_mask_itself, a_filled_mask, an_array, lists_of_elements, a_buffer])
 def test_values_of_buffers_and_of_tensors_from_outside_are_compared(look, accumulate):
     """Each call computes what Python has read; another value is captured."""
     model = Looks(look)
@@ -187,6 +193,18 @@ def test_values_of_buffers_and_of_tensors_from_outside_are_compared(look, accumu
         step(x)
         forms.append(step.program)
     assert forms[0] is forms[3] and forms[0] is not forms[2]
+
+
+@pytest.mark.parametrize(
+    "look", [lambda x: float(HELD.numpy()[0] + np.asarray(HELD)[1]), lambda x: float(str(HELD)[8])]
+)
+def test_memory_of_a_tensor_from_outside_that_is_read_is_compared(look):
+    HELD.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    step = stepgraph.capture(Looks(look), loss_fn, torch.randn(4, 6), passes="exact")
+    assert step.verify(torch.randn(4, 6)).bitwise
+    HELD.copy_(torch.tensor([2.0, 4.0, 3.0]))
+    with pytest.warns(UserWarning, match="whose value Python reads"):
+        assert step.verify(torch.randn(4, 6)).bitwise
 
 
 class Masked(nn.Module):

@@ -163,7 +163,8 @@ class Reads:
         self._classes: dict[type, None] = {}
         self._modules: dict[int, ModuleType] = {}  # Python modules that code names values of
         self._looked_for: set[str] = set()  # names that were searched in all of them
-        self._list = lambda tensor: self._see_list(tensor)  # one for all traces of a step: it may be met itself
+        # These read memory: no operator is called. One of each for all traces of a step: it may be met itself.
+        self._of_memory = {name: self._seeing_memory(name) for name in ("tolist", "numpy")}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -175,8 +176,9 @@ class Reads:
         environment.__getitem__ = lambda environ, name: self._see_variable(lambda e: variable(e, name), environ, name)
         environment.__iter__ = lambda environ: self._see_variable(names, environ, None)
         environment.__len__ = lambda environ: self._see_variable(size, environ, None)
-        torch.Tensor.tolist = self._list  # it reads memory: no operator is called
         inside = contextlib.ExitStack()
+        inside.enter_context(compat.replaced(torch.Tensor, **self._of_memory))
+        inside.enter_context(compat.shown_tensors(self.read.append, is_of_program))
         inside.enter_context(ENTROPY.counted(is_of_program))
         inside.enter_context(compat.replaced(values.NotedModule, seen=self._see_of_module))
         inside.enter_context(around_imports(self._imported))
@@ -207,7 +209,6 @@ class Reads:
             self._is_noted = False
             inside.close()
             environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
-            del torch.Tensor.tolist
             for module in self._modules.values():
                 if type(module) is values.NotedModule:
                     module.__class__ = ModuleType
@@ -334,10 +335,17 @@ class Reads:
             self._environment.add(name and os.fsdecode(name))  # those of os.environb are bytes
         return read(environ)
 
-    def _see_list(self, tensor: torch.Tensor) -> list:
-        if not compat.is_fake(tensor):
+    def _seeing_memory(self, name: str) -> Callable:
+        read = getattr(torch.Tensor, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if compat.is_fake(tensor):
+                return read(tensor, *args, **kwargs)
             self.read.append(tensor)
-        return super(torch.Tensor, tensor).tolist()
+            with compat.without_modes():
+                return read(tensor, *args, **kwargs)
+
+        return call
 
     # ---- what is met ----
 
