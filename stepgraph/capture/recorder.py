@@ -195,6 +195,7 @@ class Recorder:
         self.stack: list[str] = []
         self._regions: list[str] = []  # open ones
         self.checkpoints = 0
+        self.in_contexts: set[int] = set()  # checkpoints whose runs the user puts into contexts
         self._repeats = Repeats(repeated, self.where)
         self._open: int | None = None  # the outermost open call of checkpoint
         self._again = False
@@ -328,7 +329,7 @@ class Recorder:
         )
 
     @contextlib.contextmanager
-    def _in_checkpoint(self, same_random: bool, reentrant: bool) -> Iterator[compat.Again | None]:
+    def _in_checkpoint(self, same_random: bool, reentrant: bool, contexts: bool) -> Iterator[compat.Again | None]:
         """A call of ``torch.utils.checkpoint``; one inside another belongs to the outer one."""
         outer, draws_anew, before = self._open, self._draws_anew, self._reentrant
         self._draws_anew += not same_random
@@ -337,6 +338,8 @@ class Recorder:
         if outer is None:
             self._open = self.checkpoints
             self.checkpoints += 1
+        if contexts:
+            self.in_contexts.add(self._open)
         try:
             if self._open not in self._repeats.calls:
                 yield None

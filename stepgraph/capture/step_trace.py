@@ -374,7 +374,7 @@ class StepTrace:
             # No node writes a buffer that forward replaces: any call may read the new one in its second run.
             replaced = any(holder[key] is not tensor for tensor, holder, key in places)
             calls = range(self.recorder.checkpoints) if replaced else calls_to_repeat(compat.graph_of_trace())
-            if calls:
+            if calls := self.recorder.in_contexts.union(calls):
                 raise RunAgain(calls)
 
     def _loss_and_grads(

@@ -188,6 +188,10 @@ def rename_exactly(node: torch.fx.Node, name: str) -> None:
 Again = Callable[[], contextlib.AbstractContextManager]
 
 
+#: The context of selective checkpointing for the first run of a function, which changes no result.
+_SELECTIVE = torch_checkpoint._CachingTorchDispatchMode
+
+
 class _Whole(torch.autograd.Function):
     """The identity, whose backward asks for a saved tensor."""
 
@@ -217,13 +221,14 @@ def _saved_last(function: Callable) -> Callable:
 
 @contextlib.contextmanager
 def intercept_checkpoint(
-    region: Callable[[bool, bool], contextlib.AbstractContextManager[Again | None]],
+    region: Callable[[bool, bool, bool], contextlib.AbstractContextManager[Again | None]],
     returned: Callable[[Any], None],
 ) -> Iterator[None]:
     """Inside, ``torch.utils.checkpoint`` runs its function in the context ``region``, which receives whether it is to
-    draw the same random numbers when it runs again, and whether eager's first run is one without gradients. If that
-    gives None, the function does not run again, and backward has the values of forward; else it runs again in
-    backward, in the context that this gives. ``returned`` receives what the re-entrant variant returns.
+    draw the same random numbers when it runs again, whether eager's first run is one without gradients, and whether
+    ``context_fn`` gives other contexts for its runs than those of selective checkpointing. If ``region`` gives None,
+    the function does not run again, and backward has the values of forward; else it runs again in backward, in the
+    context that this gives. ``returned`` receives what the re-entrant variant returns.
 
     A trace records the second run, and wrongly if the function draws random numbers: eager restores the generator's
     state on the host, which no graph node does. Both variants of checkpoint look up the two replaced names in their
@@ -239,13 +244,15 @@ def intercept_checkpoint(
     started: list[Generator[None, None, None]] = []  # by torch, which leaves them open where a function raises
 
     def generator(function: Callable, preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Iterator[None]:
-        return run(function, preserve_rng_state, lambda again: original(again, False, *args, **kwargs))
+        return run(function, preserve_rng_state, args[0], lambda again: original(again, False, *args, **kwargs))
 
     def implementation(
         function: Callable, args: Any, kwargs: Any, /, *, preserve_rng_state: bool = True, **options: Any
     ) -> Iterator[None]:
         options["preserve_rng_state"] = False
-        return run(function, preserve_rng_state, lambda again: original(again, args, kwargs, **options))
+        return run(
+            function, preserve_rng_state, options["context_fn"], lambda again: original(again, args, kwargs, **options)
+        )
 
     def check_nesting(refused: int) -> None:
         if refused:
@@ -254,11 +261,14 @@ def intercept_checkpoint(
                 "one; set use_reentrant=False"
             )
 
-    def run(function: Callable, preserve_rng_state: bool, start: Callable) -> Iterator[None]:
+    def run(function: Callable, preserve_rng_state: bool, contexts: Callable, start: Callable) -> Iterator[None]:
         nonlocal repeated
-        with region(preserve_rng_state, False) as again:
+        first, _ = contexts() if torch.is_grad_enabled() else torch_checkpoint.noop_context_fn()
+        plain = contexts is torch_checkpoint.noop_context_fn or isinstance(first, _SELECTIVE)
+        with region(preserve_rng_state, False, not plain) as again:
             if again is None:
-                yield
+                with contextlib.nullcontext() if plain else first:
+                    yield
                 return
             check_nesting(whole)
 
@@ -289,7 +299,7 @@ def intercept_checkpoint(
         def apply(function: Callable, preserve_rng_state: bool, *args: Any) -> Any:
             # The re-entrant variant has no backward unless one of its own arguments needs one.
             needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled()
-            with region(preserve_rng_state, needed) as again:
+            with region(preserve_rng_state, needed, False) as again:
                 if needed:
                     args = tuple(map(_detached, args))
                 if needed and again is not None:

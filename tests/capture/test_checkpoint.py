@@ -1,5 +1,6 @@
 """``torch.utils.checkpoint`` calls inside a captured model: the same bits as eager, dropout included."""
 
+import contextlib
 import copy
 import functools
 
@@ -484,3 +485,31 @@ def test_what_eager_computes_otherwise_without_gradients_is_refused_in_a_re_entr
     if isinstance(function, nn.LSTM):
         step = stepgraph.capture(model, mse, pairs()[0], passes=stepgraph.StepOptions(inductor="off"))
         assert step.verify(pairs()[0]).close
+
+
+class Scaled(nn.Module):
+    """Scales by what the contexts of its checkpoint set: autocast in both runs, other factors in each."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(12, 12), 1.0
+
+    @contextlib.contextmanager
+    def scaled(self, factor):
+        self.factor, before = factor, self.factor
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+        self.factor = before
+
+    def forward(self, x):
+        return checkpoint(
+            lambda x: (self.linear(x) * self.factor).float().sin(),
+            x,
+            use_reentrant=False,
+            context_fn=lambda: (self.scaled(2.0), self.scaled(3.0)),
+        )
+
+
+def test_each_run_is_in_its_own_context():
+    step = stepgraph.capture(model := Scaled(), mse, pairs()[0], adamw(model), passes="exact")
+    assert step.verify(pairs()[1]).bitwise
