@@ -38,17 +38,9 @@ def _activated(gate: Tensor, activation: str) -> Tensor:
 
 @operator(_like, launch=quack.gated_product, takes=on_device, check=_check)
 def gated_product(x: Tensor, weight: Tensor, gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Multiply, and multiply the result by the activated gate.
-
-    Args:
-        x: (M, K). weight: (K, N), in any strides. gate: (M, N), contiguous. All of one floating dtype.
-        activation: ``silu``, or ``gelu_tanh`` for GELU by tanh.
-
-    Returns:
-        u and act(gate) u, both (M, N), contiguous, in the dtype of ``gate``.
-
-    Raises ``ValueError`` for another activation, and in bf16 on a GPU where the package is missing.
-    """
+    """u = ``x weight`` and act(gate) u, both (M, N), contiguous, in the dtype of ``gate``. x: (M, K). weight: (K, N),
+    in any strides. gate: (M, N), contiguous. All of one floating dtype. ``activation``: ``silu``, or ``gelu_tanh`` for
+    GELU by tanh. Raises ``ValueError`` for another activation, and in bf16 on a GPU where the package is missing."""
     u = x @ weight
     return u, _activated(gate, activation) * u
 
@@ -57,17 +49,9 @@ def gated_product(x: Tensor, weight: Tensor, gate: Tensor, activation: str) -> t
 def gated_product_backward(
     dy: Tensor, weight: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the gate and of what it multiplies, from that of the product that reads ``act(gate) up``.
-
-    Args:
-        dy: (M, K), the gradient of that product's result. weight: (K, N), its weight, in any strides.
-        gate, up: (M, N), contiguous. All of one floating dtype. activation: as in `gated_product`.
-
-    Returns:
-        The gradients of ``gate`` and ``up``, (M, N), contiguous, in their dtype.
-
-    Raises ``ValueError`` as `gated_product`.
-    """
+    """The gradients of ``gate`` and ``up``, both (M, N), contiguous, from ``dy`` (M, K), that of the product that reads
+    ``act(gate) up``, whose weight is ``weight`` (K, N), in any strides. gate, up: (M, N), contiguous. ``activation``
+    and errors as in `gated_product`."""
     da = dy @ weight
     if activation == "silu":
         dg = aten.silu_backward(da * up, gate)

@@ -35,35 +35,18 @@ def _like_backward(dy: Tensor, weight: Tensor, z: Tensor, *_: object) -> tuple[T
 
 @operator(_like, launch=quack.gelu_product, takes=on_device)
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    """Multiply, add the bias, and apply GELU.
-
-    Args:
-        x: (M, K). weight: (K, N), in any strides. bias: (N,), or None. All of one floating dtype.
-        approximate: ``none`` or ``tanh``, as in ``torch.nn.functional.gelu``.
-
-    Returns:
-        z and gelu(z), both (M, N), contiguous, in the dtype of ``x``.
-
-    Raises ``ValueError`` in bf16 on a GPU where the package is missing.
-    """
+    """z = ``x weight + bias`` and gelu(z), both (M, N), contiguous, in the dtype of ``x``. x: (M, K). weight: (K, N),
+    in any strides. bias: (N,), or None. All of one floating dtype. ``approximate``: as in ``F.gelu``. Raises
+    ``ValueError`` in bf16 on a GPU where the package is missing."""
     z = x @ weight if bias is None else torch.addmm(bias, x, weight)
     return z, F.gelu(z, approximate=approximate)
 
 
 @operator(_like_backward, launch=quack.gelu_product_backward, takes=on_device)
 def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """The gradient of z from that of the product that reads ``gelu(z)``, and of the bias that z has.
-
-    Args:
-        dy: (M, K), the gradient of that product's result. weight: (K, N), its weight, in any strides.
-        z: (M, N), contiguous. All of one floating dtype.
-        approximate: ``none`` or ``tanh``, as in ``torch.nn.functional.gelu``.
-
-    Returns:
-        dz (M, N), contiguous, in the dtype of ``z``, and its sum over rows, (N,) in fp32.
-
-    Raises ``ValueError`` as `gelu_product`.
-    """
+    """dz (M, N), contiguous, and its sum over rows, (N,) in fp32: the gradients of z and of its bias, from ``dy`` (M,
+    K), that of the product that reads ``gelu(z)``, whose weight is ``weight`` (K, N), in any strides. z: (M, N),
+    contiguous. ``approximate`` and errors as in `gelu_product`."""
     dz = aten.gelu_backward(dy @ weight, z, approximate=approximate)
     return dz, dz.float().sum(0)
 

@@ -41,31 +41,15 @@ def _like_backward(da: Tensor, z: Tensor, approximate: str, sums: bool) -> tuple
 
 @operator(lambda z, _: z.new_empty(z.shape), launch="gelu_rows_triton:launch", check=_check)
 def gelu_rows(z: Tensor, approximate: str) -> Tensor:
-    """GELU of each element.
-
-    Args:
-        z: (..., N), floating. approximate: ``none`` or ``tanh``, as in ``torch.nn.functional.gelu``.
-
-    Returns:
-        The same shape and dtype, contiguous. On a GPU to within a rounding of fp32, 5e-7.
-
-    Raises ``ValueError`` for other dtypes.
-    """
+    """GELU of each element of ``z`` (..., N), floating: contiguous, on a GPU to within a rounding of fp32, 5e-7.
+    ``approximate``: as in ``F.gelu``. Raises ``ValueError`` for other dtypes."""
     return F.gelu(z, approximate=approximate).contiguous()
 
 
 @operator(_like_backward, launch="gelu_rows_triton:launch_backward", check=_check_backward)
 def gelu_rows_backward(da: Tensor, z: Tensor, approximate: str, sums: bool) -> tuple[Tensor, Tensor]:
-    """The gradient of ``z`` from that of its GELU, and its sum over rows.
-
-    Args:
-        da, z: (..., N), of one floating dtype. approximate: as in `gelu_rows`. sums: whether to add up rows.
-
-    Returns:
-        dz, of that shape and dtype, contiguous, and with ``sums`` its sum over all dimensions but the last, (N,) in
-        that dtype, added in fp32 in a fixed order before dz is rounded; else (0,).
-
-    Raises ``ValueError`` for other shapes and dtypes.
-    """
+    """dz, contiguous, from ``da``, the gradient of GELU of ``z``, both (..., N) of one floating dtype; and with
+    ``sums`` its sum over all dimensions but the last, (N,), added in fp32 in a fixed order before dz is rounded, else
+    (0,). Raises ``ValueError`` for other shapes and dtypes."""
     dz = aten.gelu_backward(da, z, approximate=approximate).contiguous()
     return dz, dz.reshape(-1, z.shape[-1]).sum(0) if sums else dz.new_empty(0)

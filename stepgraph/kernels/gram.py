@@ -39,16 +39,11 @@ def _like(x: Tensor, *_: object) -> Tensor:
 
 @operator(_like, launch="gram_triton:launch", check=_check)
 def gram(x: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
-    """``alpha x x^T + beta added``.
+    """``alpha x x^T + beta added``: (M, M) or (B, M, M), contiguous, on a GPU added in fp32 in a fixed order.
 
-    Args:
-        x: (M, N) or (B, M, N), floating, in any strides; on a GPU of 16 bits. added: None, or (M, M) or (B, M, M) in
-        that dtype, symmetric: on a GPU what lies above the diagonal is not read.
-
-    Returns:
-        (M, M) or (B, M, M) in that dtype, contiguous, on a GPU added in fp32 in a fixed order.
-
-    Raises ``ValueError`` for other shapes and dtypes.
+    x: (M, N) or (B, M, N), floating, in any strides; on a GPU of 16 bits. added: None, or of the result's shape and
+    dtype, symmetric: on a GPU what lies above the diagonal is not read. Raises ``ValueError`` for other shapes and
+    dtypes.
     """
     turned = x.mT
     if added is None:

@@ -15,15 +15,8 @@ Tensor = torch.Tensor
 
 @operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), launch=multiply)
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``a @ b``, and ``bias`` added, with the bits of ``torch.mm`` and ``torch.addmm``.
-
-    Args:
-        a: (M, K), in any strides.
-        b: (K, N) in the same dtype, in any strides.
-        bias: None, or (N,) in the same dtype.
-
-    Returns:
-        (M, N), contiguous, in that dtype.
+    """``a @ b``, and ``bias`` added, with the bits of ``torch.mm`` and ``torch.addmm``: (M, N), contiguous. a: (M, K),
+    b: (K, N), in any strides; bias: None, or (N,). All of one dtype.
 
     On a GPU the first call for a shape, unless a CUDA graph is being captured, times cuBLASLt's algorithms and torch's;
     later calls use the fastest that gives torch's bits.

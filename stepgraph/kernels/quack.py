@@ -13,10 +13,11 @@ was measured (`benchmarks/h200_epilogues.json`).
 import functools
 import importlib
 import importlib.util
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from stepgraph.kernels.optional import Package
 
 Tensor = torch.Tensor
 
@@ -29,43 +30,20 @@ def installed() -> bool:
     return importlib.util.find_spec("quack") is not None
 
 
-@functools.cache
-def unavailable() -> str | None:
-    """Why the package cannot be used in this process, in one line; None where it can. Loading it takes seconds."""
-    if not installed():
-        return "quack-kernels is not installed"
-    try:
-        _package()
-    except Exception as error:  # it may not fit what it is built on
-        return f"quack-kernels cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return None
-
-
-@functools.cache
-def _package() -> ModuleType:
-    module = importlib.import_module("quack.gemm_interface")
-    module.gemm  # noqa: B018  (an older package has other names)
-    return module
-
-
-def _found() -> ModuleType:
-    why = unavailable()
-    if why is not None:
-        raise ValueError(f"{why}: pip install quack-kernels, or choose epilogues=torch")
-    return _package()
+PACKAGE = Package("quack-kernels", "quack.gemm_interface", ("gemm",), installed, "epilogues=torch")
+unavailable = PACKAGE.unavailable
 
 
 def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     """``x`` (M, K), ``weight`` (K, N) and ``bias`` (N,), both in any strides, in bf16."""
-    found = _found()
-    return found.gemm_act(
+    return PACKAGE.load().gemm_act(
         dense(x), dense(weight), bias=bias, activation=_GELU[approximate], tuned=False, config=_tiles()
     )
 
 
 def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """``dy`` (M, K), ``weight`` (K, N), both in any strides, and ``z`` (M, N), contiguous, in bf16."""
-    _found()
+    PACKAGE.load()
     epilogue = importlib.import_module("quack.epilogue.library").dact_dbias_mod(_GELU[approximate])
     made = epilogue(dense(dy), dense(weight), z, config=_tiles())
     return made["D"], made["dwb"]
@@ -86,7 +64,7 @@ def gated_product_backward(
 
 
 def _gated(activation: str) -> Any:
-    _found()
+    PACKAGE.load()
     return importlib.import_module("stepgraph.kernels.gated_quack").EPILOGUES[activation]
 
 

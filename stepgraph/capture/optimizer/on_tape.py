@@ -43,7 +43,8 @@ def is_elementwise(func: Any) -> bool:
 
 
 class HostOperator:
-    """An operator on scalar tensors of the tape. One that writes in place gives what it would write."""
+    """An operator on scalar tensors of the tape, or on lists of one each. One that writes in place gives what it would
+    write."""
 
     def __init__(self, func: Any, spec: compat.pytree.TreeSpec):
         self.func, self.spec = func, spec
@@ -54,8 +55,10 @@ class HostOperator:
         args, kwargs = compat.pytree.tree_unflatten(list(leaves), self.spec)
         with compat.without_modes(), torch.no_grad():
             if self.in_place:
-                args = (args[0].clone(), *args[1:])
-            return self.func(*args, **kwargs)
+                args = (compat.pytree.tree_map(torch.clone, args[0]), *args[1:])
+            result = self.func(*args, **kwargs)
+        result = args[0] if self.in_place else result
+        return result[0] if isinstance(args[0], list) else result
 
 
 def as_number(value: Tensor) -> Any:
@@ -224,7 +227,7 @@ class OnTape(compat.TorchDispatchMode):
         for i in range(n):
             one = tuple([arg[i]] if isinstance(arg, list | tuple) and len(arg) == n else arg for arg in args)
             leaves, spec = compat.pytree.tree_flatten((one, kwargs))
-            operator = _FirstOf(func, spec)
+            operator = HostOperator(func, spec)
             place = self.tape.computed(
                 operator, tuple(map(self._ref, leaves)), operator(*(self._value(leaf) for leaf in leaves))
             )
@@ -265,18 +268,6 @@ class NotOfHost(Exception):
     def __init__(self, tensor: Tensor):
         super().__init__("a scalar tensor of the state is written from tensors of the step")
         self.tensor = tensor
-
-
-class _FirstOf(HostOperator):
-    """An operator on lists of one tensor."""
-
-    def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = compat.pytree.tree_unflatten(list(leaves), self.spec)
-        with compat.without_modes(), torch.no_grad():
-            if self.in_place:
-                args = ([args[0][0].clone()], *args[1:])
-            result = self.func(*args, **kwargs)
-        return args[0][0] if self.in_place else result[0]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,17 +9,15 @@ the whole process). On a CPU the reference runs, to test numerics, not for speed
 Source: the package's ``flash_attn/cute/interface.py``, read at 4.0.0b10 and 4.0.0b36.
 """
 
-import functools
-import importlib
 import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from stepgraph.kernels.attention.reference import attend, gradients, wide
 from stepgraph.kernels.operator import operator
+from stepgraph.kernels.optional import Package
 
 Tensor = torch.Tensor
 
@@ -30,25 +28,11 @@ def installed() -> bool:
     return spec is not None and any(Path(place, "cute").is_dir() for place in spec.submodule_search_locations or ())
 
 
-@functools.cache
-def unavailable() -> str | None:
-    """Why the package cannot be used in this process, in one line; None where it can. Loading it takes seconds."""
-    if not installed():
-        return "flash-attn-4 is not installed"
-    try:
-        _package()
-    except Exception as error:  # it may not fit what it is built on
-        return f"flash-attn-4 cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-    return None
-
-
-@functools.cache
-def _package() -> ModuleType:
-    """The package's functions."""
-    module = importlib.import_module("flash_attn.cute.interface")
-    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
-        getattr(module, name)
-    return module
+PACKAGE = Package(
+    "flash-attn-4", "flash_attn.cute.interface", ("_flash_attn_fwd", "_flash_attn_bwd"), installed,
+    "another backend of attention",
+)  # fmt: skip
+unavailable = PACKAGE.unavailable
 
 
 def reference(query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -81,7 +65,7 @@ def run_forward(
     """`flash4_attention` by the package, which takes (B, T, H, D) in any strides."""
     out, lse = _results(query, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    _found()._flash_attn_fwd(
+    PACKAGE.load()._flash_attn_fwd(
         q, k, v, softmax_scale=scale, causal=is_causal, return_lse=True, out=out.transpose(1, 2), lse=lse
     )
     return out, lse
@@ -102,39 +86,28 @@ def run_backward(
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     dy, q, k, v, y = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-    _found()._flash_attn_bwd(
+    PACKAGE.load()._flash_attn_bwd(
         q, k, v, y, dy, logsumexp,
         softmax_scale=scale, causal=is_causal, deterministic=deterministic, dq=dq, dk=dk, dv=dv,
     )  # fmt: skip
     return grads
 
 
-@operator(
-    lambda query, _, value, *__: _results(query, value), launch=run_forward,
-)  # fmt: skip
+@operator(lambda query, _, value, *__: _results(query, value), launch=run_forward)
 def flash4_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attend by FlashAttention 4.
+    """Attend by FlashAttention 4: (B, H, T, D_v) in the dtype of ``query``, its dimensions in memory in the order of
+    the query's; and the ``lse`` (B, H, T) in fp32, for fp64 in fp64.
 
-    Args:
-        query: (B, H, T, D), bf16 or fp16, on a CPU fp32 and fp64 too.
-        key, value: (B, H_kv, S, D) and (B, H_kv, S, D_v), in the same dtype; H_kv divides H.
-        scale: of the scores, None: 1 / sqrt(D).
-        is_causal: each query sees the keys up to its own; T and S must then be equal.
-
-    Returns:
-        (B, H, T, D_v) in the dtype of ``query``, its dimensions in memory in the order of the query's; and (B, H, T)
-        in fp32, for fp64 in fp64.
-
-    Raises ``ValueError`` on a GPU where the package is missing.
+    query: (B, H, T, D), bf16 or fp16, on a CPU fp32 and fp64 too. key, value: (B, H_kv, S, D) and (B, H_kv, S, D_v), in
+    the same dtype; H_kv divides H. scale: of the scores, None: 1 / sqrt(D). is_causal: each query sees the keys up to
+    its own; T and S must then be equal. Raises ``ValueError`` on a GPU where the package is missing.
     """
     return reference(query, key, value, scale, is_causal)
 
 
-@operator(
-    lambda _, *inputs: tuple(map(torch.empty_like, inputs[:3])), launch=run_backward,
-)  # fmt: skip
+@operator(lambda _, *inputs: tuple(map(torch.empty_like, inputs[:3])), launch=run_backward)
 def flash4_attention_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -146,27 +119,13 @@ def flash4_attention_backward(
     is_causal: bool,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `flash4_attention`.
+    """The gradients of the ``query``, ``key`` and ``value`` of `flash4_attention`, as ``torch.empty_like`` of them,
+    from ``grad_out`` (B, H, T, D_v).
 
-    Args:
-        grad_out: (B, H, T, D_v), the gradient of ``out``.
-        query, key, value, scale, is_causal: what `flash4_attention` got; out, logsumexp: what it gave.
-        deterministic: add up the gradient of the queries, and of shared keys and values, in a fixed order; otherwise
-            in the order in which blocks of keys finish.
-
-    Returns:
-        The gradients of query, key and value, as ``torch.empty_like`` of them.
-
-    Raises ``ValueError`` as `flash4_attention`.
+    deterministic: add up the gradient of the queries, and of shared keys and values, in a fixed order; otherwise in the
+    order in which blocks of keys finish. Raises ``ValueError`` as `flash4_attention`.
     """
     return reference_backward(grad_out, query, key, value, out, logsumexp, scale, is_causal)
-
-
-def _found() -> ModuleType:
-    why = unavailable()
-    if why is not None:
-        raise ValueError(f"{why}: pip install flash-attn-4, or choose another backend of attention")
-    return _package()
 
 
 def _results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,17 +24,12 @@ def reference(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, paddi
     lambda grad, indices, rows, _: grad.new_empty(rows, grad.shape[-1]), launch="embedding.gradient_triton:launch"
 )
 def embedding_backward(grad: torch.Tensor, indices: torch.Tensor, num_weights: int, padding_idx: int) -> torch.Tensor:
-    """The gradient of a table of ``num_weights`` rows, from the gradient of the looked-up rows.
+    """The gradient of a table of ``num_weights`` rows, from the gradient of the looked-up rows: (num_weights, D),
+    contiguous; rows that nothing looked up are zero. Sums are taken in a fixed order, and the host does not wait for
+    the GPU.
 
-    Args:
-        grad: (..., D), fp32, bf16 or fp16, on a CPU fp64 too. Added up in fp32 (fp64), and rounded once.
-        indices: (...) int64 or int32: the row that each position looked up, in [0, num_weights).
-        num_weights: rows of the table.
-        padding_idx: the row that gets no gradient; -1: every row does.
-
-    Returns:
-        (num_weights, D), contiguous, in the dtype of ``grad``; rows that nothing looked up are zero.
-
-    Deterministic: sums are taken in a fixed order. The host does not wait for the GPU.
+    grad: (..., D), fp32, bf16 or fp16, on a CPU fp64 too. Added up in fp32 (fp64), and rounded once. indices: (...)
+    int64 or int32: the row that each position looked up, in [0, num_weights). padding_idx: the row that gets no
+    gradient; -1: every row does.
     """
     return reference(grad, indices, num_weights, padding_idx)

@@ -83,17 +83,11 @@ def _like_rows(x: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 def cast_scaled(
     x: Tensor, amax: Tensor, dtype: torch.dtype, rows: bool, columns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast a matrix to fp8 with one scale.
+    """Cast a matrix to fp8 with one scale: ``scale``, an fp32 scalar; ``(R, C)`` and ``(C, R)``, the transposed copy,
+    both contiguous in ``dtype``; of the two, an empty tensor for one that ``rows`` or ``columns`` does not ask for.
 
-    Args:
-        x: (R, C), not empty; bf16, fp16 or fp32, in any strides.
-        amax: fp32 scalar, the largest magnitude in x: ``torch.linalg.vector_norm(x, inf, dtype=torch.float32)``.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rows, columns: which of the copies to make.
-
-    Returns:
-        ``scale``, an fp32 scalar; ``(R, C)`` and ``(C, R)``, the transposed copy, both contiguous in ``dtype``; of the
-        two, an empty tensor for a result that was not requested.
+    x: (R, C), not empty; bf16, fp16 or fp32, in any strides. amax: fp32 scalar, the largest magnitude in x:
+    ``torch.linalg.vector_norm(x, inf, dtype=torch.float32)``. dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
     """
     return reference(x, amax, dtype, rows, columns)
 
@@ -102,16 +96,10 @@ def cast_scaled(
 def cast_scaled_rows(
     x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, by: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast a matrix to fp8 with a scale for each row, for each column, or both.
+    """Cast a matrix to fp8 with a scale for each row, for each column, or both: ``(R, C)`` in ``dtype`` and its scales,
+    (R,) fp32; ``(C, R)`` in ``dtype``, the transposed copy of what columns give, and its scales, (C,) fp32. All
+    contiguous; empty tensors for what ``rows`` or ``columns`` does not ask for.
 
-    Args:
-        x: (R, C), not empty; bf16, fp16 or fp32, in any strides.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rows, columns: which of the copies to make.
-        by: None, or (C,) fp32, contiguous: what x is multiplied by in fp32 before.
-
-    Returns:
-        ``(R, C)`` in ``dtype`` and its scales, (R,) fp32; ``(C, R)`` in ``dtype``, the transposed copy of what columns
-        give, and its scales, (C,) fp32. All contiguous; empty tensors for results that were not requested.
+    x, dtype: as in `cast_scaled`. by: None, or (C,) fp32, contiguous: what x is multiplied by in fp32 before.
     """
     return rows_reference(x, dtype, rows, columns, by)

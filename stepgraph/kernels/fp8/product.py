@@ -23,17 +23,11 @@ def reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tens
 
 @operator(lambda a, b, *_: a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16))
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, fast: bool) -> Tensor:
-    """Multiply matrices in fp8.
+    """The product of ``a`` (M, K) and ``b`` (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the
+    latter: (M, N), contiguous, bf16. On a GPU 16 divides K and N.
 
-    Args:
-        a, b: (M, K) and (N, K), contiguous, in float8_e4m3fn or float8_e5m2, not both in the latter; on a GPU 16
-            divides K and N.
-        scale_a, scale_b: fp32 scalars, or (M,) and (N,) fp32.
-        bias: None, or (N,) bf16, added before the result is rounded.
-        fast: on a GPU, leave sums in the tensor cores' accumulators, whose numbers are shorter than fp32's.
-
-    Returns:
-        (M, N), contiguous, bf16.
+    scale_a, scale_b: fp32 scalars, or (M,) and (N,) fp32. bias: None, or (N,) bf16, added before the result is rounded.
+    fast: on a GPU, leave sums in the tensor cores' accumulators, whose numbers are shorter than fp32's.
     """
     if a.is_cuda:
         return compat.scaled_mm(a, b, scale_a, scale_b, bias, fast)

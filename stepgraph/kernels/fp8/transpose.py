@@ -12,12 +12,5 @@ Tensor = torch.Tensor
 
 @operator(lambda x: x.new_empty(x.shape[::-1]), launch="fp8.transpose_triton:launch")
 def transposed_bytes(x: Tensor) -> Tensor:
-    """Transpose a matrix of bytes.
-
-    Args:
-        x: (R, C) uint8, in any strides.
-
-    Returns:
-        (C, R) uint8, contiguous.
-    """
+    """``x`` (R, C) uint8, in any strides, transposed: (C, R), contiguous."""
     return x.t().clone(memory_format=torch.contiguous_format)

@@ -44,17 +44,12 @@ def gated_adapters(
     gate: Tensor, up: Tensor, t_gate: Tensor, t_up: Tensor, b_gate: Tensor, b_up: Tensor, a: Tensor,
     scale_gate: float, scale_up: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """SwiGLU of two linear layers with adapters.
+    """SwiGLU of two linear layers with adapters: h (M, N), and h A^T (M, r), contiguous. Sums are in fp32.
 
-    Args:
-        gate, up: (M, N), contiguous, the products of the frozen weights; all tensors in one 16-bit dtype on a GPU.
-        t_gate, t_up: (M, r), rows of contiguous elements: x A^T of their adapters.
-        b_gate, b_up: (N, r), contiguous.
-        a: (r, N), contiguous, the adapter of the layer that reads h. All ranks are equal, at most `LARGEST_RANK`.
-        scale_gate, scale_up: of the adapters of gate and up.
-
-    Returns:
-        h (M, N), and h A^T (M, r), contiguous. Sums are in fp32.
+    gate, up: (M, N), contiguous, the products of the frozen weights; all tensors in one 16-bit dtype on a GPU. t_gate,
+    t_up: (M, r), rows of contiguous elements: x A^T of their adapters. b_gate, b_up: (N, r), contiguous. a: (r, N),
+    contiguous, the adapter of the layer that reads h. All ranks are equal, at most `LARGEST_RANK`. scale_gate,
+    scale_up: of the adapters of gate and up.
     """
     h = torch.nn.functional.silu(_whole(gate, t_gate, b_gate, scale_gate)) * _whole(up, t_up, b_up, scale_up)
     h = h.to(gate.dtype)
@@ -71,15 +66,11 @@ def gated_adapters_backward(
     dh: Tensor, gate: Tensor, up: Tensor, t_gate: Tensor, t_up: Tensor, b_gate: Tensor, b_up: Tensor, dt: Tensor,
     a: Tensor, scale_gate: float, scale_up: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `gated_adapters`.
+    """Gradients of `gated_adapters`, all contiguous: of gate and up, (M, N); of t_gate and t_up, (M, r); of b_gate and
+    b_up, (N, r); and of a, (r, N).
 
-    Args:
-        dh: (M, N), contiguous: the gradient of h through the frozen weight of the layer that reads h.
-        dt: (M, r), contiguous: the gradient of h A^T. The others are as in `gated_adapters`.
-
-    Returns:
-        The gradients of gate and up, (M, N); of t_gate and t_up, (M, r); of b_gate and b_up, (N, r); and of a, (r, N).
-        All contiguous.
+    dh: (M, N), contiguous: the gradient of h through the frozen weight of the layer that reads h. dt: (M, r),
+    contiguous: the gradient of h A^T. The others are as in `gated_adapters`.
     """
     G, U = _whole(gate, t_gate, b_gate, scale_gate), _whole(up, t_up, b_up, scale_up)
     D, s = dh.float() + dt.float() @ a.float(), torch.sigmoid(G)

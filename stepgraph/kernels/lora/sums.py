@@ -26,17 +26,9 @@ def reference(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = No
 
 @operator(lambda a, b, *_: a[0].new_empty(a[0].shape[0], b[0].shape[1]))
 def sum_products(a: Sequence[Tensor], b: Sequence[Tensor], bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Add up products of matrices.
-
-    Args:
-        a: one or more matrices (M, K_i), of one dtype.
-        b: as many matrices (K_i, N), in the same dtype; in any strides, as all inputs.
-        bias: None, or (N,) in the same dtype.
-        scale: of the first product alone, applied before it is rounded.
-
-    Returns:
-        (M, N), contiguous, in that dtype; rounded to it after each product.
-    """
+    """The sum of products of the matrices ``a`` (M, K_i) and ``b`` (K_i, N), one or more, and of ``bias`` (N,), or
+    None: (M, N), contiguous, rounded after each product. All of one dtype, in any strides. ``scale``: of the first
+    product alone, applied before it is rounded."""
     out = a[0].new_empty(a[0].shape[0], b[0].shape[1])
     if bias is None:
         torch.addmm(out, a[0], b[0], beta=0, alpha=scale, out=out)

@@ -56,17 +56,12 @@ def _check_slopes(slopes: Tensor, weight: Tensor, *_: object) -> None:
     check=_check,
 )
 def counted_logits(x: Tensor, weight: Tensor, bias: Tensor | None, end: Tensor, first: int) -> Tensor:
-    """``x @ weight + bias`` of the rows that count.
+    """``x @ weight + bias`` of the rows that count: (R, W), W the next multiple of `COLUMNS`, with zeros from column V
+    on.
 
-    Args:
-        x: (R, D), rows ``first`` to ``first + R`` of all; on a GPU bf16 or fp16, and 16 divides D.
-        weight: (D, V) in the dtype of ``x``; bias: (V,) or None.
-        end: int32 scalar on the device, how many of all rows count.
-
-    Returns:
-        (R, W) in that dtype, W the next multiple of `COLUMNS`, with zeros from column V on.
-
-    Raises ``ValueError`` for other dtypes and widths on a GPU.
+    x: (R, D), rows ``first`` to ``first + R`` of all; on a GPU bf16 or fp16, and 16 divides D. weight: (D, V) in that
+    dtype; bias: (V,) or None. end: int32 scalar on the device, how many of all rows count. Raises ``ValueError`` for
+    other dtypes and widths on a GPU.
     """
     used, columns = _used(len(x), end, first), weight.shape[1]
     out = x.new_empty(len(x), padded(columns))

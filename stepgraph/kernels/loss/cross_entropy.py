@@ -41,20 +41,13 @@ def reference(
 def cross_entropy_(
     logits: Tensor, targets: Tensor, grad: Tensor, mean: bool, ignore: int, ordered: bool = False, cap: float = 0.0
 ) -> Tensor:
-    """The cross entropy of ``logits``, which are overwritten with their gradient.
+    """The cross entropy of ``logits``, an fp32 scalar; the logits are overwritten with their gradient.
 
-    Args:
-        logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32.
-        targets: (M,) int64, in [0, V); rows with target ``ignore`` do not count. Any other makes the loss NaN.
-        grad: fp32 scalar, the gradient of the loss that is returned.
-        mean: the loss is the mean over rows that count, else their sum.
-        ordered: rows that count come first, and blocks of 128 rows after them stay as they are, whatever they hold.
-        cap: the loss is that of ``cap tanh(logits / cap)``; 0 for none.
-
-    Returns:
-        The loss, an fp32 scalar.
-
-    Deterministic: sums are taken in a fixed order.
+    logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. targets: (M,) int64, in
+    [0, V); rows with target ``ignore`` do not count. Any other makes the loss NaN. grad: fp32 scalar, the gradient of
+    the loss that is returned. mean: the loss is the mean over rows that count, else their sum. ordered: rows that count
+    come first, and blocks of 128 rows after them stay as they are, whatever they hold. cap: the loss is that of ``cap
+    tanh(logits / cap)``; 0 for none. Computed in fp32; sums are taken in a fixed order.
     """
     loss, slopes = reference(logits, targets, grad, mean, ignore, cap)
     logits.copy_(slopes)

@@ -92,18 +92,13 @@ def _of_rows(count: int) -> Callable[..., tuple[Tensor, ...]]:
 
 @operator(_of_rows(4), launch="loss.tokens_triton:launch_stats")
 def token_stats(logits: Tensor, labels: Tensor, scale: float, ignore: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probability of the label, entropy and mean logit of each row, in one pass.
+    """Log-probability of the label, entropy and mean logit of each row, in one pass: ``log_prob``, ``log_sum`` (the
+    logarithm of the sum of exponentials), ``entropy`` in nats and ``mean`` of the logits times ``scale``, (M,) fp32
+    each.
 
-    Args:
-        logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in fp32.
-        labels: (M,) int64 in [0, V); rows with ``ignore`` have log-probability 0. Any other label gives NaN.
-        scale: what logits are multiplied by, 1 / temperature.
-
-    Returns:
-        ``log_prob``, ``log_sum`` (the logarithm of the sum of exponentials), ``entropy`` in nats and ``mean`` of the
-        logits times ``scale``, (M,) fp32 each.
-
-    Deterministic: sums are taken in a fixed order.
+    logits: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. labels: (M,) int64 in
+    [0, V); rows with ``ignore`` have log-probability 0, any other label gives NaN. scale: what logits are multiplied
+    by, 1 / temperature. Computed in fp32; sums are taken in a fixed order.
     """
     return _narrow(stats_reference(logits, labels, scale, ignore))
 
@@ -113,15 +108,12 @@ def token_gradient_(
     logits: Tensor, labels: Tensor, log_sum: Tensor, entropy: Tensor, slope: Tensor, sum_slope: Tensor,
     entropy_slope: Tensor, mean_slope: Tensor, scale: float, ignore: int
 ) -> None:  # fmt: skip
-    """Write over ``logits`` their gradient, of what `token_stats` gave for the same arguments.
+    """Write over ``logits`` their gradient, of what `token_stats` gave for the same arguments. Computed in fp32 and
+    rounded once.
 
-    Args:
-        labels: as there; outside [0, V) where another rank has the label's column.
-        log_sum: as there, or of the columns of all ranks.
-        slope, sum_slope, entropy_slope, mean_slope: (M,) fp32, gradients of what `token_stats` gives of a row, in its
-            order. Rows where all are 0 become zeros, whatever they hold.
-
-    Computed in fp32 and rounded once.
+    labels: as there; outside [0, V) where another rank has the label's column. log_sum: as there, or of the columns of
+    all ranks. slope, sum_slope, entropy_slope, mean_slope: (M,) fp32, gradients of what `token_stats` gives of a row,
+    in its order. Rows where all are 0 become zeros, whatever they hold.
     """
     slopes = slope, sum_slope, entropy_slope, mean_slope
     logits.copy_(gradient_reference(logits, labels, log_sum, entropy, *slopes, scale, ignore))
@@ -129,18 +121,8 @@ def token_gradient_(
 
 @operator(_of_rows(3), launch="loss.tokens_triton:launch_kl")
 def token_kl_stats(logits: Tensor, other: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """KL(p || q) of each row, p by ``logits`` and q by ``other``, in one pass.
-
-    Args:
-        logits, other: (M, V), fp32, bf16 or fp16, in any strides; rows that are not contiguous are copied. Computed in
-            fp32.
-        scale: what both are multiplied by, 1 / temperature.
-
-    Returns:
-        ``kl`` in nats and the ``log_sum`` of both, (M,) fp32 each.
-
-    Deterministic: sums are taken in a fixed order.
-    """
+    """KL(p || q) of each row in nats, p by ``logits`` and q by ``other``, and the ``log_sum`` of both, (M,) fp32 each,
+    in one pass. Arguments as in `token_stats`; ``scale``: of both."""
     return _narrow(kl_reference(logits, other, scale))
 
 
@@ -149,13 +131,10 @@ def token_kl_gradient_(
     logits: Tensor, other: Tensor, log_sum: Tensor, other_log_sum: Tensor, kl: Tensor,
     slope: Tensor, scale: float, of_p: bool
 ) -> None:  # fmt: skip
-    """Write over ``logits`` the gradient of a KL divergence from ``other``.
+    """Write over ``logits`` the gradient of a KL divergence from ``other``. Computed in fp32 and rounded once.
 
-    Args:
-        logits, other: (M, V), as in `token_kl_stats`, each with its ``log_sum`` (M,) fp32.
-        kl, slope: (M,) fp32, the divergence and its gradient. Rows where ``slope`` is 0 become zeros.
-        of_p: ``logits`` are those of p, else of q, in KL(p || q).
-
-    Computed in fp32 and rounded once.
+    logits, other: (M, V), as in `token_kl_stats`, each with its ``log_sum`` (M,) fp32. kl, slope: (M,) fp32, the
+    divergence and its gradient. Rows where ``slope`` is 0 become zeros. of_p: ``logits`` are those of p, else of q, in
+    KL(p || q).
     """
     logits.copy_(kl_gradient_reference(logits, other, log_sum, other_log_sum, kl, slope, scale, of_p))

@@ -11,16 +11,9 @@ torch.library.define("stepgraph::add_scaled_", "(Tensor(a!) x, Tensor y, Tensor 
 
 
 def add_scaled(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``torch.add(x, y, alpha=scale.item())``, on a CPU, in a graph.
-
-    Args:
-        x: (...), any floating-point or complex dtype.
-        y: (...), the shape of ``x``; the dtype of ``x`` or one that promotes to it.
-        scale: (), fp64.
-
-    Returns:
-        (...), in the dtype of ``x``. ``torch.ops.stepgraph.add_scaled_`` writes it into ``x``.
-    """
+    """``torch.add(x, y, alpha=scale.item())``, on a CPU, in a graph: in the dtype of ``x``, floating-point or complex.
+    y: of the shape of ``x``, in its dtype or one that promotes to it. scale: (), fp64.
+    ``torch.ops.stepgraph.add_scaled_`` writes the result into ``x``."""
     return torch.ops.stepgraph.add_scaled(x, y, scale)
 
 

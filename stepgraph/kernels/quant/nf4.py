@@ -134,21 +134,12 @@ def dequantize_4bit(
     codes: Tensor, absmax: Tensor, quant_map: Tensor, nested: Sequence[Tensor], block: int, shape: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The values of a matrix in 4 bits.
+    """The values of a matrix in 4 bits: ``shape``, contiguous, in ``dtype`` (fp32, bf16 or fp16), the same bits on
+    every device.
 
-    Args:
-        codes: uint8, two codes a byte, of the values in their order, in any shape, contiguous.
-        absmax: of each ``block`` values, contiguous: uint8 with double quantization, otherwise fp32.
-        quant_map: (16,) fp32, what each code is.
-        nested: as in `Quantized`.
-        block: a power of two, 32 or more.
-        shape: of the result.
-        dtype: of the result, fp32, bf16 or fp16.
-
-    Returns:
-        ``shape``, contiguous, in ``dtype``. The same bits on every device.
-
-    Raises ``ValueError`` for other sizes and dtypes.
+    codes: uint8, two codes a byte, of the values in their order, in any shape, contiguous. absmax: of each ``block``
+    values (a power of two, 32 or more), contiguous: uint8 with double quantization, otherwise fp32. quant_map: (16,)
+    fp32, what each code is. nested: as in `Quantized`. Raises ``ValueError`` for other sizes and dtypes.
     """
     return reference(codes, absmax, quant_map, nested, block, shape, dtype)
 

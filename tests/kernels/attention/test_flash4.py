@@ -82,7 +82,7 @@ def test_what_the_package_is_called_with(monkeypatch):
         _flash_attn_fwd=lambda *args, **options: calls.update(forward=(args, options)),
         _flash_attn_bwd=lambda *args, **options: calls.update(backward=(args, options)),
     )
-    monkeypatch.setattr(flash4, "_found", lambda: package)
+    monkeypatch.setattr(flash4.PACKAGE, "load", lambda: package)
     q, k, v, dy = tensors(2, 4, 2, 5, 5, 8, 8, dtype=torch.bfloat16)
     out, lse = flash4.run_forward(q, k, v, 0.5, True)
     args, options = calls["forward"]
