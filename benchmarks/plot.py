@@ -1,4 +1,5 @@
-"""Draws the pictures of this folder: bars of providers, and each norm's share of the speed of a copy, shape by shape.
+"""Draws the pictures of this folder: bars of providers, models compared with the best alternative, and each norm's
+share of the speed of a copy, shape by shape.
 
 python benchmarks/plot.py FILE.json ... PNG       # records of one benchmark; needs matplotlib
 """
@@ -80,6 +81,48 @@ def _bar(axes: Axes, place: int, row: Any, kind: Bars, text: str) -> None:
         weight="bold" if ours else "normal",
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},  # over the grid
     )
+
+
+#: Colour and marker of each provider of `bench model` that runs no stepgraph.
+_OTHERS = {"eager": ("#9aa5b1", "o"), "liger": ("#c58f2c", "s"), "compile": ("#3f9b6c", "^")}
+
+
+def model_chart(records: Sequence[tuple[dict[str, Any], dict[str, Any], Sequence[Row]]], png: Path) -> None:
+    """Draws one row per model, with each provider's speed over that of the fastest but stepgraph, and writes ``png``.
+
+    A line joins stepgraph's slowest and fastest round. Raises ValueError for a model that stepgraph or all others did
+    not run.
+    """
+    measured = [(model, env, settings, [row for row in rows if row.model == model and row.step_ms])
+                for env, settings, rows in records for model in settings["models"]]  # fmt: skip
+    measured = [(*words, rows, ratios(words[0], rows)) for *words, rows in measured]
+    if missing := [model for model, *_, found in measured if found.speed is None]:
+        raise ValueError(f"no ratio for {', '.join(missing)}: stepgraph or every alternative did not run")
+    measured.sort(key=lambda entry: entry[-1].speed)
+    figure = Figure(figsize=(10, 0.36 * len(measured) + 1.1), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for place, (_, _, _, rows, found) in enumerate(measured):
+        best = next(row.step_ms for row in rows if row.provider == found.best)
+        for row in rows:
+            if row.provider == STEPGRAPH:
+                axes.barh(place, best / row.step_ms, height=0.62, color=OURS_COLOR, label=STEPGRAPH, zorder=1)
+                axes.plot([best / ms for ms in (min(row.step_ms_all), max(row.step_ms_all))], [place] * 2, color=INK)
+                end = best / min(row.step_ms_all)
+                axes.annotate(f"{found.speed:.2f}x", (end, place), (6, 0), textcoords="offset points", va="center",
+                              color=INK, weight="bold")  # fmt: skip
+            elif row.provider in _OTHERS:
+                color, marker = _OTHERS[row.provider]
+                axes.plot(best / row.step_ms, place, marker, color=color, markeredgecolor="white", markersize=8,
+                          label=row.provider if row.provider != "compile" else "torch.compile")  # fmt: skip
+    axes.set_yticks(range(len(measured)), [title(model, settings) for model, _, settings, *_ in measured])
+    axes.axvline(1, color=MUTED, linewidth=0.8, linestyle="--")
+    axes.set_xlim(0, 1.12 * max(found.speed for *_, found in measured))
+    _, env, settings, *_ = measured[0]
+    style(axes, "Speed of a training step, relative to the fastest alternative", where(env, settings))
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    labels = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(labels.values(), labels.keys(), loc="lower right", frameon=False, fontsize=9)
+    figure.savefig(png)
 
 
 def style(axes: Axes, heading: str, device: str) -> None:
@@ -189,12 +232,6 @@ def _train_text(row: TrainRow, rows: Sequence[TrainRow]) -> str:
     return f"{row.tokens_per_s_per_gpu:,.0f}{used}" + ("" if times is None else f"   {times:.2f}x {PEER}")
 
 
-def _model_text(row: Row, rows: Sequence[Row]) -> str:
-    against = ratios(row.model, rows)
-    times = against.speed if row.provider == STEPGRAPH else None
-    return f"{row.per_s:,.0f}" + ("" if times is None else f"   {times:.2f}x {against.best}")
-
-
 #: The `Bars` of each benchmark.
 _BARS = {
     "step": Bars("ms per training step, shorter is faster", lambda row, ms: ms, _step_text),
@@ -202,11 +239,6 @@ _BARS = {
         "tokens per second and device, longer is faster",
         lambda row, ms: row.tokens_per_s_per_gpu * row.step_ms / ms,
         _train_text,
-    ),
-    "model": Bars(
-        "tokens (ViT: images) per second, longer is faster",
-        lambda row, ms: row.per_s * row.step_ms / ms,
-        _model_text,
     ),
 }
 
@@ -221,6 +253,8 @@ def main(words: list[str]) -> None:
     (kind,) = kinds
     if kind == "norm":
         return norm_chart(records, png)
+    if kind == "model":
+        return model_chart(records, png)
     panels = [
         (title(model, settings), where(env, settings), [row for row in rows if row.model == model])
         for env, settings, rows in records

@@ -54,7 +54,7 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The batch of a step."""
+    """Batch of a step."""
 
     seq_len: int = 256
     """Tokens per sequence."""
@@ -68,7 +68,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Where it runs."""
+    """Device."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is a GPU, otherwise cpu."""
@@ -76,7 +76,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """The update of a step."""
+    """Update of a step."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon: Muon for the blocks' matrices, AdamW for the rest, both with --lr and --weight-decay."""

@@ -75,12 +75,12 @@ def capture(
             computes, become part of the graph, and learning rates are read from ``param_groups`` at every step.
             Without one, gradients accumulate in ``param.grad``, as with ``backward()``.
         max_grad_norm: clip the step's gradients to this total 2-norm, before they are added to any ``param.grad``.
-        accumulate: split the batch's tensors along their first dimension into N microbatches; the step's loss
-            and gradients are of their mean. The graph is that of one microbatch, and a second one updates. A
-            later batch that it does not divide is split into the fewest microbatches no larger than the first ones.
-        on_nonfinite: ``"skip"``: a step whose loss or gradient norm is not finite on any rank changes no parameter,
-            buffer or optimizer state, decided on the device; ``metrics["skipped"]`` says so, a bool scalar. Its batch
-            and random numbers are consumed.
+        accumulate: number N of microbatches into which the batch's tensors are split along their first dimension. The
+            loss and the gradients are means over microbatches. One graph computes a microbatch, a second one updates.
+            A later batch that N does not divide is split into the fewest microbatches no larger than the first ones.
+        on_nonfinite: ``"update"`` applies every step. With ``"skip"`` a step whose loss or gradient norm is not finite
+            on any rank changes no parameter, buffer or optimizer state. The device decides, without a host sync, and
+            sets ``metrics["skipped"]``, a bool scalar. The step's batch and random numbers are consumed.
         passes: ``"exact"`` (bitwise equal to eager), ``"default"``, a ``stepgraph.StepOptions``, or a list of names and
             configured passes.
         disable: names of passes to leave out.
@@ -96,7 +96,8 @@ def capture(
 
     Raises:
         stepgraph.CaptureError: the step cannot be captured; the message names module path and source line.
-        ValueError: unknown passes, an optimizer that cannot be captured, a batch ``accumulate`` does not divide.
+        ValueError: an unknown pass or option, an optimizer that cannot be captured, a batch that ``accumulate`` does
+            not divide. What ``loss_fn`` itself raises while it is traced is raised unchanged.
     """
     optimizer = compat.accelerated_inside(optimizer, accumulate)
     checks.check_arguments(model, loss_fn, batch, optimizer)
@@ -126,9 +127,9 @@ def capture(
 class CapturedStep:
     """A training step: ``loss = step(batch)``.
 
-    ``metrics``: tensors of the latest call. ``grad_norm``: when gradients are clipped. ``skipped``: with
-    ``on_nonfinite="skip"``. ``repeated``: with expert parallelism, how often the step was
-    repeated, each time with larger buffers for experts.
+    ``metrics``: tensors of the latest call, by name: those of `metric`; ``grad_norm``, a scalar, when gradients are
+    clipped; ``skipped``, a bool scalar, with ``on_nonfinite="skip"``; ``repeated``, with expert parallelism, how
+    often the step was repeated, each time with larger buffers for experts.
     ``saved``: whether the step's latest form was loaded or compiled, if a folder of saved steps was given.
     """
 
@@ -206,12 +207,12 @@ class CapturedStep:
 
     @property
     def graphs(self) -> dict[str, StepGraph]:
-        """Its graphs by name: ``step``, or with ``accumulate`` above 1 ``microbatch`` and ``update``."""
+        """The step's graphs by name: ``step``, or with ``accumulate`` above 1 ``microbatch`` and ``update``."""
         return self.program.graphs
 
     @property
     def graph(self) -> StepGraph:
-        """The graph of them that runs forward and backward."""
+        """The graph that runs forward and backward."""
         return self.program.main
 
     @property
@@ -239,7 +240,10 @@ class CapturedStep:
         )
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        """Run one step on ``batch``; returns the loss, a detached scalar. State is updated in place."""
+        """Run one step on ``batch``, update the state in place, and return the loss, a detached scalar.
+
+        Raises `stepgraph.CaptureError` if a batch of another form, or a change that Python sees, cannot be captured.
+        """
         _refuse_modes()
         leaves, spec = flatten_batch(batch)
         (loss, self.metrics), repeated = self._until_it_fits(lambda: self._run(batch, leaves, spec))

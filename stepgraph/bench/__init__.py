@@ -15,7 +15,7 @@ names:
                                      and Liger; see stepgraph bench model --help
   norm [options]                     RMS norm and layer norm, forward and backward, shape by shape, next to other
                                      packages' kernels; see stepgraph bench norm --help
-  report FILE.json ...  recorded measurements as Markdown tables
+  report FILE.json ...               recorded measurements as Markdown tables
 """
 #: Name -> the module that measures.
 _MODULES = {name: f"stepgraph.bench.{name}.command" for name in ("step", "train", "model", "norm")}

@@ -36,8 +36,8 @@ def flatten_batch(batch: Any) -> tuple[list[Any], Any]:
             check_class(leaf, "the batch holds")
         elif not isinstance(leaf, _PLAIN):
             raise CaptureError(
-                f"the batch holds a {_kind(leaf)}; allowed: tensors and plain values in dicts, lists, tuples and "
-                f"dataclasses; {_instead_of(leaf)}"
+                f"the batch holds a value of type {_kind(leaf)}; allowed: tensors and plain values in dicts, lists, "
+                f"tuples and dataclasses; {_instead_of(leaf)}"
             )
     return leaves, spec
 
@@ -50,7 +50,7 @@ class _Fields:
         self.kind, self.held = type(one), {name: _nodes(getattr(one, name)) for name in names}
         if more := getattr(one, "__dict__", {}).keys() - self.held:
             raise CaptureError(
-                f"the batch holds a {_kind(one)} with the attribute {min(more)}, which is not a field of it: declare it"
+                f"the batch holds a {_kind(one)} with the attribute {min(more)}, which is no field of it: declare it"
             )
 
     def flatten(self) -> tuple[list[Any], Any]:

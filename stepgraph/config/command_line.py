@@ -141,7 +141,7 @@ def parse(
     check_names(words, command, every)
     values, rest = read_values(words, usage, every)
     if rest:
-        raise ValueError(f"unexpected {rest[0]}: write {usage} [--option VALUE ...]")
+        raise ValueError(f"unexpected {rest[0]!r}: write {usage} [--option VALUE ...]")
     return tuple(  # pyrefly: ignore[bad-return]
         _with(record, {o.path: values[o.flag] for o in options if o.flag in values})
         for record, options in zip(records, found, strict=True)

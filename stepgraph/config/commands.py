@@ -9,15 +9,16 @@ from stepgraph.options import PARTS, BatchOptions, DeviceOptions, MeshOptions, S
 
 @dataclass(frozen=True)
 class ForecastOptions:
-    """What a step is forecast for."""
+    """Target of the forecast."""
 
     gpu: Literal["h100", "h200", "b200"] = "h200"
-    """Machines of eight of these, one 400 Gb/s adapter per GPU."""
+    """GPU model, in machines of eight with one 400 Gb/s network adapter per GPU."""
 
 
 @dataclass(frozen=True)
 class PlanOptions(ForecastOptions):
-    """Forecast memory, communication and time of a preset's training step on a cluster, from its captured graph."""
+    """Forecast memory, communication and time of a preset's training step on one GPU or a cluster, from its captured
+    graph."""
 
     imbalance: float = 1.0
     """With ep: the load of the fullest rank's experts, relative to the mean. 1: balanced routing."""

@@ -203,7 +203,8 @@ class TrainConfig(
         if self.saved_steps not in ("auto", "off") and saved.exists() and not saved.is_dir():
             raise ValueError(f"saved_steps={saved} is a file: use a folder of saved steps")
         if self.init_from_hf is not None and not self.init_from_hf.is_dir():
-            raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: use a folder with safetensors files")
+            hub = "use a folder with safetensors files, or OWNER/NAME of a model on the Hub"
+            raise ValueError(f"init_from_hf={self.init_from_hf} is not a folder: {hub}")
         for name in ("init_from_hf", "export_hf"):
             if getattr(self, name) is not None and family_of(self.model).hugging_face is None:
                 known = ", ".join(f.hugging_face.title for f in FAMILIES if f.hugging_face)
@@ -281,7 +282,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     first, end = map(int, found.groups()) if found else (0, 0)
     if not PLAIN_STEP < first < end:
         least = PLAIN_STEP + 1
-        raise ValueError(f"profile={text} is not a range of steps from {least} on: write 10:13 for 10, 11 and 12")
+        raise ValueError(f"profile={text} is not a range of steps from {least} or later: write 10:13 for 10, 11 and 12")
     return first, end
 
 

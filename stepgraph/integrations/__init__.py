@@ -1,9 +1,12 @@
-"""Captured steps inside other people's training loops."""
+"""Captured steps inside other libraries' training loops."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.integrations.packing import PackToBudget, attend_within_documents
+
+if TYPE_CHECKING:
+    from stepgraph.integrations.trainer import GraphStep, GraphTrainer
 
 __all__ = ["GraphStep", "GraphTrainer", "PackToBudget", "PadToLengths", "attend_within_documents"]
 

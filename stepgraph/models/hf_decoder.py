@@ -41,7 +41,8 @@ def downloaded(name: str) -> str:
         return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
     except Exception as error:  # of the network, of the Hub, of a missing package
         raise ValueError(
-            f"init_from_hf={name} is not a folder, and the Hub does not give it ({errors.first_line(error)})"
+            f"init_from_hf={name} is not a folder, and its download from the Hub failed ({errors.first_line(error)}): "
+            "check the name, or use a folder"
         ) from error
 
 

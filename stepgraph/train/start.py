@@ -86,7 +86,7 @@ def require_export(config: TrainConfig, run: Path) -> None:
 
 def _nothing_left(config: TrainConfig, step: int, exported: bool = False) -> ValueError:
     option = "--steps" if config.epochs is None else "--epochs"
-    done, more = f"{config.resume} has {step} of {config.steps} steps", f"use more with {option}"
+    done, more = f"{config.resume} has done {step} of {config.steps} steps", f"ask for more with {option}"
     if exported:
         done, more = f"{done} and its export is in {config.export_hf}", f"{more} and a new --export-hf"
     return ValueError(f"nothing is left to do: {done}; {more}")

@@ -231,7 +231,7 @@ class Run:
         self.say(f"run folder {path}" + (again if self.restarted or source else ""))
         self.say(start.options_lines(config, resumed=config.resume is not None))
         self.say(f"data {data.description}")
-        self.say(f"tokens: {'; '.join(cache.describe() for cache in self.loader.caches)}")
+        self.say(f"data {'; '.join(cache.describe() for cache in self.loader.caches)}")
         if epochs:
             self.say(epochs)
         self.say(start.model_line(config, self.params))
@@ -310,7 +310,7 @@ class Run:
             finished = self.step == self.config.steps
             if finished:
                 self.ranks.first(lambda: self.saving.checkpointer.finish(evict=not self.finite.in_a_row))
-                with Waiting(self.say, "the last validation"):
+                with Waiting(self.say, "last validation"):
                     self._validate()
             if finished and self.config.export_hf is not None:
                 self.watch.at("the export", limited=False)

@@ -135,7 +135,7 @@ def test_what_methods_of_a_batch_read(make, loss_fn, monkeypatch):
 def test_an_attribute_that_is_no_field_is_refused():
     rows = Rows(X)
     rows.extra = 1
-    with pytest.raises(CaptureError, match="Rows with the attribute extra, which is not a field of it"):
+    with pytest.raises(CaptureError, match="Rows with the attribute extra, which is no field of it"):
         stepgraph.capture(nn.Linear(6, 6), lambda m, b: m(b.x).mean(), rows)
 
 
@@ -153,7 +153,7 @@ def test_a_number_that_is_none_is_no_new_form():
         (lambda: torch.eye(6).to_sparse(), "the batch holds a sparse tensor.*from their dense parts"),
         (lambda: torch.nested.nested_tensor([X[0], X[1]]), "the batch holds a nested tensor.*pad rows"),
         (lambda: torch.quantize_per_tensor(X, 0.1, 0, torch.qint8), "the batch holds a quantized tensor"),
-        (lambda: X.numpy(), "the batch holds a numpy.ndarray; allowed"),
+        (lambda: X.numpy(), "the batch holds a value of type numpy.ndarray; allowed"),
         (lambda: scaled(X)["x"], "a tensor of the batch has the attribute scale, a torch.Tensor: pass it in the batch"),
     ],
 )

@@ -141,7 +141,7 @@ def test_runs_from_when_grouped_was_an_option_continue(grouped):
         ({"warmup_steps": 150}, "must be below steps=150: try --warmup-steps 15"),
         ({"seq_len": 4096}, "exceeds model.max_seq_len=2048"),
         ({"memory": "half"}, "unknown memory policy 'half'"),
-        ({"memory": "budget=0"}, "memory budget '0' is not a positive number"),
+        ({"memory": "budget=0"}, "memory budget=0 is neither a size above 0 in GiB nor a share"),
         ({"disable_pass": ("cuda-graph",)}, "unknown pass 'cuda-graph': did you mean 'cuda_graph'"),
         ({"reshard": "always"}, "reshard=always needs a mesh: add --mesh"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype=bf16 needs a mesh"),

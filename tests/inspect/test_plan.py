@@ -185,6 +185,14 @@ def test_thousands_of_ranks_are_one_graph(sharded):
     assert not dist.is_initialized()
 
 
+def test_one_gpu_needs_no_mesh(capsys):
+    alone = forecast(config(None), GPUS["h200"])
+    assert alone.to_json()["mesh"] == "" and alone.to_json()["ranks"] == 1
+    show(alone, Console(width=200))
+    shown = capsys.readouterr().out
+    assert "even on 1 x H200 SXM, 1 microbatch" in shown and "to spare" in shown and "collectives" not in shown
+
+
 def test_time_is_summed_by_region(monkeypatch, capsys):
     plain = SwiGLU.forward
 
@@ -237,7 +245,6 @@ def test_the_command(tmp_path, capsys):
     [
         ("", "plan takes its preset first: write stepgraph plan llama3-8b --mesh fsdp=4,tp=2 --gpu h100"),
         ("llama3-8c --mesh fsdp=2", "unknown preset 'llama3-8c': did you mean 'llama3-8b'?"),
-        ("llama3-8b", "plan needs a mesh: add --mesh fsdp=8, for example"),
         ("llama3-8b --mesh fsdp=2 --gpu a100", "--gpu: 'a100' is not one of h100, h200, b200"),
         ("llama3-8b --mesh fsdp=2 --json no/x.json", "json=no/x.json: the folder no does not exist; make it first"),
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),

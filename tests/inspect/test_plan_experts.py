@@ -146,7 +146,7 @@ def test_the_page_of_a_stage_costs_what_the_forecast_does():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--mesh fsdp=8 --imbalance 2", "imbalance=2 needs experts spread over ranks: add ep=2 to the mesh fsdp=8"),
+        ("--mesh fsdp=8 --imbalance 2", "imbalance=2 needs experts spread over ranks: add ep=2 to --mesh"),
         ("--mesh fsdp=8,ep=4 --imbalance 0.5", "use 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=4 --imbalance 5", "use 1 to 4, which is every row on one rank"),
         ("--mesh fsdp=8,ep=3", "ep=3 does not divide its 8 ranks of shards and tp"),

@@ -87,7 +87,7 @@ def test_the_ranks_of_a_mesh_have_one_graph(mesh, monkeypatch):
             "--ranks compares graphs and writes no page: leave --html out",
         ),
         ("{tmp} --ranks", "{tmp} is not a run folder (it has no config.json): use the folder of a run"),
-        ("{tmp} --ranks --batch-size 2", "--batch-size is about a preset, and {tmp} has run: leave it out"),
+        ("{tmp} --ranks --batch-size 2", "--batch-size changes a preset, and {tmp} is a run: leave it out"),
     ],
 )
 def test_errors_of_use_are_one_line(words, message, tmp_path, capsys):

@@ -257,7 +257,7 @@ def test_an_export_that_a_kill_cut_off_is_written_on_resume(moment, trainer, tmp
     assert trainer.resume(folder, "--steps", 5) == 2  # it is not overwritten
     assert f"export_hf={hf} is not empty" in capsys.readouterr().err
     assert trainer.resume(folder) == 2
-    assert f"nothing is left to do: {folder} has 4 of 4 steps and its export is in {hf}" in one_line(capsys)
+    assert f"nothing is left to do: {folder} has done 4 of 4 steps and its export is in {hf}" in one_line(capsys)
 
 
 # ---- going back to an earlier checkpoint ----

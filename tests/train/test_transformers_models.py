@@ -433,7 +433,10 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(folder, capsys, monkeypat
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     assert train(folder, "--init-from-hf", "someone/some-model") == 2
-    assert "someone/some-model is not a folder, and the Hub does not give it (no network)" in capsys.readouterr().err
+    assert (
+        "someone/some-model is not a folder, and its download from the Hub failed (no network)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_name_of_the_hub_is_downloaded(folder, monkeypatch):

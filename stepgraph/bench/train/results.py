@@ -117,7 +117,7 @@ def summary(rows: Sequence[TrainRow]) -> str:
         return f"{OURS} / {PEER}: {times:.3f}x tokens/s, {memory:.2f}x peak memory"
     ran = [row.provider for row in rows if row.step_ms is not None]
     reasons = [f"{name}: {_reason(found.get(name))}" for name in (OURS, PEER) if name not in ran]
-    return f"{OURS} / {PEER}: no ratio: {'; '.join(reasons)}"
+    return f"{OURS} / {PEER}: no ratio, {'; '.join(reasons)}"
 
 
 def _reason(row: TrainRow | None) -> str:

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     named = given(words)
     about_runs = {"html", "ranks", "gpu"} if options.ranks else {"html"}
     if what not in PRESETS and named - about_runs:
-        raise ValueError(f"{_flag(named - about_runs)} is about a preset, and {what} has run: leave it out")
+        raise ValueError(f"{_flag(named - about_runs)} changes a preset, and {what} is a run: leave it out")
     waiting = Waiting(lambda line: print(line, file=sys.stderr, flush=True))
     if options.ranks:
         with waiting:

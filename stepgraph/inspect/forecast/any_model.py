@@ -29,7 +29,7 @@ from stepgraph.costs.hardware import GPUS, Gpu
 from stepgraph.costs.memory import HELD, Moment, at_peak, state_bytes
 from stepgraph.costs.roofline import Fusion, products_seconds
 from stepgraph.costs.step import StepCost, graph_cost, step_cost
-from stepgraph.errors import first_line, unknown_name
+from stepgraph.errors import first_line
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.host_copies import device_bytes
 from stepgraph.graph.program import StepProgram
@@ -189,7 +189,7 @@ def forecast(
         ValueError: an unknown device, passes that are a list, an optimizer that cannot be captured.
     """
     if device not in GPUS:
-        raise unknown_name("device", device, GPUS)
+        raise ValueError(f"unknown device {device!r}: choose one of {', '.join(GPUS)}")
     if not isinstance(passes, StepOptions):
         if passes not in ("exact", "default"):
             raise ValueError(f"passes={passes!r}: a forecast takes 'exact', 'default' or a stepgraph.StepOptions")

@@ -48,8 +48,6 @@ def main(argv: list[str]) -> int:
         parts=FORECAST,
         description=f"{PlanOptions.__doc__} Presets: {', '.join(PRESETS)}. Defaults below: {name}.",
     )
-    if config.mesh is None:
-        raise ValueError("plan needs a mesh: add --mesh fsdp=8, for example")
     config = with_microbatches(config, words)
     require_folder(options.json)
     config.validate()
@@ -57,7 +55,7 @@ def main(argv: list[str]) -> int:
     check_imbalance(options.imbalance, config.mesh_spec)
     refuse_idle(config, words, Target.forecast(gpu))
     console = new_console()
-    pipelined = config.mesh_spec.pp > 1
+    pipelined = config.mesh_spec is not None and config.mesh_spec.pp > 1
     with Waiting(lambda line: print(line, file=sys.stderr, flush=True)):
         result = (forecast_pipeline if pipelined else forecast)(config, gpu, options.imbalance)
     if pipelined:
@@ -91,7 +89,8 @@ def show(result: Forecast, console: Console) -> None:
         console.print(peak_table(result.over_peak))
     if offloaded := offload_text(timeline.copies):
         console.print(offloaded + "\n")
-    console.print(_collective_table(timeline.collectives))
+    if timeline.collectives:
+        console.print(_collective_table(timeline.collectives))
     if any(region for region, _ in timeline.regions):
         sums: dict[tuple[str, str], list[float]] = {key: [s, 0.0, 0.0] for key, s in timeline.regions.items()}
         for c in timeline.collectives:
@@ -104,7 +103,7 @@ def show(result: Forecast, console: Console) -> None:
         f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
     )
     console.print(
-        f"{tokens_per_s:,.0f} tokens/s in total, {tokens_per_s / config.mesh_spec.size:,.0f} per GPU, "
+        f"{tokens_per_s:,.0f} tokens/s in total, {tokens_per_s / result.ranks:,.0f} per GPU, "
         f"MFU {result.mfu:.1%}; "
         f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
     )

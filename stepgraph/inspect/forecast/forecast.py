@@ -43,12 +43,17 @@ class ClusterForecast:
     imbalance: float = 1.0
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks, one per GPU."""
+        return self.config.mesh_spec.size if self.config.mesh_spec else 1
+
+    @property
     def title(self) -> str:
         """The run and the GPUs."""
-        config = self.config
-        loaded = f", the most loaded rank at {self.imbalance:g} times the mean" if config.mesh_spec.ep > 1 else ""
+        config, spec = self.config, self.config.mesh_spec
+        loaded = f", the most loaded rank at {self.imbalance:g} times the mean" if spec and spec.ep > 1 else ""
         return (
-            f"{config.preset} on {config.mesh_spec.size:,} x {self.gpu.name} ({config.mesh_spec}), "
+            f"{config.preset} on {self.ranks:,} x {self.gpu.name}{f' ({spec})' if spec else ''}, "
             f"{config.batch_text}, {config.precision}, memory {config.memory}{loaded}"
         )
 
@@ -61,8 +66,8 @@ class ClusterForecast:
         return {
             "preset": self.config.preset,
             "model": dataclasses.asdict(self.config.model),
-            "mesh": str(self.config.mesh_spec),
-            "ranks": self.config.mesh_spec.size,
+            "mesh": str(self.config.mesh_spec or ""),
+            "ranks": self.ranks,
             "gpu": self.gpu.name,
             "imbalance": self.imbalance,
             "settings": {key: getattr(self.config, key) for key in SETTINGS},
@@ -125,7 +130,7 @@ SETTINGS = tuple(name for name in names(*FORECAST) if name not in ("mesh", "pipe
 
 
 def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
-    """The forecast of ``config``'s step, with its mesh, on ``gpu``.
+    """The forecast of ``config``'s step on ``gpu``: on its mesh, or in one process.
 
     Rank 0's step is captured as the CPU runs it: its collectives and shapes are the GPU's, and the pass ``attention``
     replaces the CPU's operators with the GPU's. The passes are the same as in a run. Where ``config`` compiles, nodes
@@ -134,12 +139,9 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     ``imbalance``: with ``ep``, rows that the most loaded rank's experts receive over the mean of all ranks, in every
     layer: that rank's step is forecast, because all others wait for it, with the capacity that training would reach.
 
-    Raises ``ValueError`` for a configuration that has no mesh or cannot be right, and inside a process group.
+    Raises ``ValueError`` for a configuration that cannot be right, and inside a process group.
     """
-    spec = config.mesh_spec
-    if spec is None:
-        raise ValueError("a forecast needs a mesh: add one, as in --mesh fsdp=8")
-    check_imbalance(imbalance, spec)
+    check_imbalance(imbalance, config.mesh_spec)
     config = with_room(config, imbalance)
     start = time.perf_counter()
     with simulated(config, gpu) as (program, groups):
@@ -163,11 +165,11 @@ def forecast(config: TrainConfig, gpu: Gpu, imbalance: float = 1.0) -> Forecast:
     )
 
 
-def check_imbalance(imbalance: float, spec: parallel.MeshSpec) -> None:
+def check_imbalance(imbalance: float, spec: parallel.MeshSpec | None) -> None:
     """``ValueError`` unless the most loaded of ``spec.ep`` ranks can receive ``imbalance`` times the mean."""
-    if spec.ep == 1 and imbalance != 1:
-        raise ValueError(f"imbalance={imbalance:g} needs experts spread over ranks: add ep=2 to the mesh {spec}")
-    if not 1 <= imbalance <= spec.ep:
+    if (spec is None or spec.ep == 1) and imbalance != 1:
+        raise ValueError(f"imbalance={imbalance:g} needs experts spread over ranks: add ep=2 to --mesh")
+    if spec is not None and not 1 <= imbalance <= spec.ep:
         raise ValueError(
             f"imbalance={imbalance:g} is the most loaded rank's rows over the mean of all: use 1 to {spec.ep}, which "
             "is every row on one rank"

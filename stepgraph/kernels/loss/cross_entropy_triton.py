@@ -92,9 +92,10 @@ def _kernel(
 
 def configuration(V: int) -> tuple[int, int]:
     """(BLOCK, warps) for rows of ``V`` logits: few warps with much work each, so that several programs share an SM and
-    one computes while another waits for memory."""
+    one computes while another waits for memory. A row in one block stays in registers, which limits its logits per
+    warp: with 2,048, unaligned rows spill under Triton 3.9."""
     block = min(max(triton.next_power_of_2(V), 128), 8192)
-    return block, min(max(block // 1024, 1), 4)
+    return block, min(max(block // 1024, 1), 8 if block >= V else 4)
 
 
 def in_rows(logits: Tensor) -> Tensor:

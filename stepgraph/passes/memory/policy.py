@@ -65,7 +65,7 @@ def _measured(name: str, value: str) -> MemoryPolicy:
     except ValueError:
         number = -1.0
     if not 0 < number < float("inf") or (share and number > 100):
-        raise ValueError(f"memory {name} {value!r} is not a positive number{' up to 100%' * share}; {_ALLOWED}")
+        raise ValueError(f"memory {name}={value} is neither a size above 0 in GiB nor a share up to 100%; {_ALLOWED}")
     if name == "budget":
         return MemoryPolicy("budget", number, not value.endswith("GiB") and number <= 1)
     return MemoryPolicy("peak", peak=number / 100 if share else number, peak_is_fraction=share)

@@ -321,7 +321,7 @@ class TokenCache:
         due = time.monotonic() >= self._said_at + NEWS_S
         if self._say is not None and (due or (self._has_said and self._progress()["whole"])):
             self._said_at, self._has_said = time.monotonic(), True
-            self._say(f"tokens: {self.describe()}")
+            self._say(f"data {self.describe()}")
 
     def _append(self) -> None:
         """Tokenize the missing documents. This process holds the lock."""

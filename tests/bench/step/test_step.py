@@ -207,7 +207,7 @@ def test_presets_bring_their_own_sizes():
         ("step --steps 0", "steps=0 must be above 0"),
         ("step golf --batch-size 0", "batch_size=0 must be above 0"),
         ("step --device tpu", "--device: 'tpu' is not one of auto, cpu, cuda"),
-        ("step --steps 3 golf", "unexpected golf: write stepgraph bench step [PRESET ...] [--option VALUE ...]"),
+        ("step --steps 3 golf", "unexpected 'golf': write stepgraph bench step [PRESET ...] [--option VALUE ...]"),
         ("step --seq-len 4096", "seq_len=4096 exceeds model.max_seq_len=2048"),
         ("step --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),
         ("step golf llama3-debug --model.rope-theta 3", "unknown option --model.rope-theta"),

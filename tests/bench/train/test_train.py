@@ -116,7 +116,7 @@ def test_a_provider_that_is_not_there_is_said_aloud(record, capsys):
     shown = capsys.readouterr().out
     assert "### llama3-debug, fsdp=2, batch 2 x 32 per data-parallel rank, fp32" in shown
     assert "- breaks failed: rank 1: RuntimeError" in shown and "- torchtitan: " in shown
-    assert shown.rstrip().splitlines()[-1].startswith("stepgraph / torchtitan: no ratio: torchtitan: ")
+    assert shown.rstrip().splitlines()[-1].startswith("stepgraph / torchtitan: no ratio, torchtitan: ")
 
 
 @pytest.mark.long
@@ -290,11 +290,11 @@ def test_the_table_of_gpus_and_the_ratio():
 def test_without_a_peer_there_is_no_ratio():
     missing = row("torchtitan", unavailable="not installed: pip install torchtitan==0.2.2")
     assert summary([row("stepgraph", 10.0), missing]) == (
-        "stepgraph / torchtitan: no ratio: torchtitan: not installed: pip install torchtitan==0.2.2"
+        "stepgraph / torchtitan: no ratio, torchtitan: not installed: pip install torchtitan==0.2.2"
     )
-    assert summary([row("stepgraph", 10.0)]).endswith("no ratio: torchtitan: was not asked for")
+    assert summary([row("stepgraph", 10.0)]).endswith("no ratio, torchtitan: was not asked for")
     failed = [row("stepgraph", error="rank 0: OutOfMemoryError"), row("torchtitan", 10.0)]
-    assert summary(failed).endswith("no ratio: stepgraph: failed") and ratio(failed) is None
+    assert summary(failed).endswith("no ratio, stepgraph: failed") and ratio(failed) is None
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,9 @@ def test_the_command(tmp_path, capsys):
         ("llama3-8b --mesh fdsp=2", "unknown mesh axis 'fdsp': did you mean 'fsdp'?"),
         ("llama3-8b --gpu h300", "--gpu: 'h300' is not one of h100, h200, b200"),
         ("llama3-8b --html no/x.html", "html=no/x.html: the folder no does not exist; make it first"),
-        ("{tmp} --mesh fsdp=2", "--mesh is about a preset, and {tmp} has run: leave it out"),
+        ("{tmp} --mesh fsdp=2", "--mesh changes a preset, and {tmp} is a run: leave it out"),
         ("{tmp}", "{tmp} has no page.html: use the folder of a run that has finished its first steps"),
-        ("{tmp} --model.n-layers 2", "--model.n-layers is about a preset, and {tmp} has run: leave it out"),
+        ("{tmp} --model.n-layers 2", "--model.n-layers changes a preset, and {tmp} is a run: leave it out"),
         (
             "{tmp}/none.html",
             "{tmp}/none.html does not exist: use a page of stepgraph inspect, a run folder or a preset",

@@ -107,8 +107,8 @@ def test_it_is_told_now_and_then_how_far_it_is(source, tmp_path, monkeypatch):
     cache.start(told.append)
     count = len(everything(cache))
     cache.close()
-    assert re.fullmatch(rf"tokens: tokenizing in the background, [1-9]\d% done, into {cache.folder}", told[0])
-    assert told[-1] == f"tokens: {count:,} tokens in {cache.folder}"
+    assert re.fullmatch(rf"data tokenizing in the background, [1-9]\d% done, into {cache.folder}", told[0])
+    assert told[-1] == f"data {count:,} tokens in {cache.folder}"
     opened(source, tmp_path / "c").start(lambda _: pytest.fail("it is there"))
 
 

@@ -100,15 +100,15 @@ def test_watching_changes_no_bit():
     [
         (
             ("--profile", "10"),
-            "profile=10 is not a range of steps from 3 on: write 10:13 for 10, 11 and 12",
+            "profile=10 is not a range of steps from 3 or later: write 10:13 for 10, 11 and 12",
         ),
         (
             ("--profile", "2:4"),
-            "profile=2:4 is not a range of steps from 3 on: write 10:13 for 10, 11 and 12",
+            "profile=2:4 is not a range of steps from 3 or later: write 10:13 for 10, 11 and 12",
         ),
         (
             ("--profile", "5:5"),
-            "profile=5:5 is not a range of steps from 3 on: write 10:13 for 10, 11 and 12",
+            "profile=5:5 is not a range of steps from 3 or later: write 10:13 for 10, 11 and 12",
         ),
         (("--profile", "10:14"), "profile=10:14 goes beyond steps=12: use earlier steps"),
         (("--memory-snapshot",), "memory_snapshot records a GPU's allocations and device=cpu: drop one of them"),
