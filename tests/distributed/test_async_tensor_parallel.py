@@ -122,8 +122,8 @@ def _joined(batch):
     text = "\n".join(found.notes)
     assert f"forward, all_gather_into_tensor with 3 products: {LAYERS}, " in text
     assert f"backward, reduce_scatter_tensor with 3 products: {LAYERS}, " in text
-    assert "left, forward, reduce_scatter_tensor: not of products alone (1)" in text  # the embedding
-    assert "left, backward, all_gather_into_tensor: feeds no product (1)" in text
+    assert "left unchanged, forward, reduce_scatter_tensor: not of products alone (1)" in text  # the embedding
+    assert "left unchanged, backward, all_gather_into_tensor: feeds no product (1)" in text
     assert "exposed communication" in text
 
 

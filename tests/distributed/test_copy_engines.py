@@ -150,7 +150,7 @@ def _behind_pipelines():
     assert [order[i - 1] for i in begins[2:]] == [
         collectives.ALL_GATHER_MATMUL
     ] * LAYERS  # the next block's, the head's
-    assert f"{LAYERS} gathers begin after the next product" in "".join(report(step).notes)
+    assert f"{LAYERS} gathers begin later, after the next product" in "".join(report(step).notes)
 
 
 def _two_machines():

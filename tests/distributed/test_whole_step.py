@@ -106,7 +106,7 @@ def check_same(mesh, schedule, sends):
     Replayed.step = runner.whole
     assert step.program.recorded_whole and not plain.program.recorded_whole
     for report in reports(step).values():
-        assert report.skipped is None and report.summary == "in the one CUDA graph of this rank's whole step"
+        assert report.skipped is None and report.summary == "part of the single CUDA graph of this rank's step"
         assert report.matched == report.changed > 0
     kept = []
     for i in range(7):

@@ -72,7 +72,7 @@ def test_as_much_state_as_a_peak_needs_is_on_the_host(accumulate):
     report, moved = report_of(program), away(program)
     assert peak_bytes(program) <= asked and moved and moved in [sum(sizes[:n]) for n in range(len(sizes))]
     assert f"of {sum(sizes) / 2**20:.1f} MiB) stay in host memory" in report.summary
-    assert report.added_s > 0 and f"{report.added_s * 1e3:.2f} ms more for each step" in report.summary
+    assert report.added_s > 0 and f"{report.added_s * 1e3:.2f} ms more per step" in report.summary
     curve = time_over_peak(program.reports, f"peak={asked / 2**30}GiB", 0.0, accumulate)
     assert 0 < curve["state_s"] == sum(report.added_s for report in program.reports) <= curve["chosen"][1]
 

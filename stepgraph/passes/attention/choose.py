@@ -246,7 +246,7 @@ def attention(step: StepGraph, options: AttentionOptions, report: PassReport) ->
     if saved := sum(map(len, lying.values())):
         report.notes.append(f"{saved} of their inputs are read in place, without a copy")
     if not report.matched and options.backend != "auto":
-        report.notes.append("nothing to run by it: torch decomposes attention that none of its kernels takes")
+        report.notes.append("nothing to replace: torch decomposes attention that none of its kernels supports")
 
 
 def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, options: AttentionOptions) -> None:

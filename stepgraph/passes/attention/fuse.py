@@ -82,7 +82,7 @@ def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassRepor
     report.matched = len(matches)
     report.changed = sum(counts.values())
     by = ", ".join(f"{n} by {backend}" for backend, n in counts.items() if n)
-    report.summary = f"{report.changed} of {report.matched} attentions written out as products{by and ': ' + by}"
+    report.summary = f"{report.changed} of {report.matched} written-out attentions fused{by and ': ' + by}"
 
 
 def _fits_by_rows(step: StepGraph, softmax: fx.Node, options: AttentionOptions) -> bool:

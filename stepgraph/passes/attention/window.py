@@ -54,7 +54,7 @@ def attention_windows(step: StepGraph, options: object, report: PassReport) -> N
             found.rewrite()
             windows += 1
     report.summary = (
-        f"{windows} of {report.matched} attentions with a mask as windows, {dropped} causal or without a mask"
+        f"{windows} of {report.matched} masked attentions as windows, {dropped} as causal or without a mask"
     )
 
 

@@ -47,7 +47,7 @@ def dedupe_casts(step: StepGraph, options: object, report: PassReport) -> None:
             continue
         replace(node, first)
         report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} duplicate or round-trip casts and views"
+    report.summary = f"{report.changed} of {report.matched} duplicate or round-trip casts and views removed"
 
 
 def _before_casts(node: fx.Node, aliases: Aliases) -> fx.Node | None:

@@ -29,7 +29,7 @@ def index_gradients(step: StepGraph, options: object, report: PassReport) -> Non
             into, indices, values = node.args[:3]
             replace(node, Builder(node, before=node)(aten._index_put_impl.default, into, indices, values, True, True))
             report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} gradients of an indexing without another check"
+    report.summary = f"{report.changed} of {report.matched} index gradients summed without a second bounds check"
 
 
 def _key(indices: list[fx.Node | None], indexed: torch.Tensor) -> tuple:

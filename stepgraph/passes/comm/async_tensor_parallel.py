@@ -74,10 +74,10 @@ def async_tensor_parallel(step: StepGraph, options: AsyncTensorParallelOptions, 
         joined.setdefault(f"{kind} with {products} product{'s' * (products != 1)}", []).append(
             collectives.bytes_sent(new)
         )
-    report.summary = f"{report.changed} of {report.matched} collectives of activations joined with products"
+    report.summary = f"{report.changed} of {report.matched} activation collectives overlapped with matrix products"
     for kind, sizes in joined.items():
         report.notes.append(f"{kind}: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB received by each rank")
-    report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
+    report.notes += [f"left unchanged, {kind} ({count})" for kind, count in left.items()]
 
 
 def _flat_views(node: fx.Node) -> list[fx.Node]:

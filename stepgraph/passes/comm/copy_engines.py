@@ -86,8 +86,8 @@ def copy_engines(step: StepGraph, options: CopyEnginesOptions, report: PassRepor
         erase_unread(node, collectives=True)
     report.summary = f"{report.changed} of {report.matched} gathers and reductions by copy engines"
     if moved:
-        report.notes.append(f"{moved} gathers begin after the next product that is in a pipeline with a collective")
-    report.notes += [f"left, {kind} ({count})" for kind, count in left.items()]
+        report.notes.append(f"{moved} gathers begin later, after the next product that overlaps a collective")
+    report.notes += [f"left unchanged, {kind} ({count})" for kind, count in left.items()]
 
 
 def _unfit(node: fx.Node) -> str | None:

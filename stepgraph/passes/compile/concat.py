@@ -58,7 +58,7 @@ def concat_in_place(step: StepGraph, options: object, report: PassReport) -> Non
         if packet(node) is aten.stack:
             parts = [build(aten.unsqueeze.default, part, dim) for part in parts]
         replace(node, build(ours.concat.default, parts, dim))
-    report.summary = f"{report.changed} of {report.matched} concatenations of what is computed, written part by part"
+    report.summary = f"{report.changed} of {report.matched} concatenations of computed tensors written part by part"
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:

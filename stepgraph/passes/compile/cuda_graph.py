@@ -109,7 +109,7 @@ def record_whole(program: StepProgram, gpu: str = "cuda") -> None:
     for name, report in reports.items():
         step = program.graphs[name]
         report.matched = report.changed = sum(1 for _ in step.nodes())
-        report.skipped, report.notes, report.summary = None, [], "in the one CUDA graph of this rank's whole step"
+        report.skipped, report.notes, report.summary = None, [], "part of the single CUDA graph of this rank's step"
         step.recording, step.on_host = report, {}
 
 

@@ -153,7 +153,9 @@ def inductor(step: StepGraph, options: InductorOptions, report: PassReport) -> N
         node.meta[KEEP_EAGER] = True
         untag(node)
     (_regional if options.mode == "regional" else _full)(step, options, config, report)
-    report.notes += [f"left to eager: {describe(n)}: its type bounds positions, Inductor does not" for n in positions]
+    report.notes += [
+        f"left to eager: {describe(n)}: its dtype bounds positions, and Inductor ignores that" for n in positions
+    ]
     if guard is not None:
         made, refused = guard.report.allowed(), guard.report.refused()  # what is loaded from disk decides nothing
         if made or refused:
@@ -506,7 +508,7 @@ def _timed(report: PassReport, helpers: Helpers) -> Iterator[None]:
     ahead = min(loaded, helpers.compiled)
     if ahead < helpers.compiled:
         report.notes.append(
-            f"{helpers.compiled - ahead} pieces compiled by helpers in vain, under other keys than here"
+            f"{helpers.compiled - ahead} pieces compiled by helpers were not used: their cache keys differ"
         )
     if loaded or made:
         report.summary += f" ({loaded - ahead} of {loaded + made} loaded from disk"

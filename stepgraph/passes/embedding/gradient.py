@@ -43,7 +43,7 @@ def embedding_gradient(step: StepGraph, options: object, report: PassReport) -> 
         zeros = node.args[0]
         replace(node, build(torch.ops.stepgraph.embedding_backward.default, grad, indices, rows, padding))
         erase_unread(zeros)
-    report.summary = f"{report.changed} of {report.matched} gradients of lookups by sorting"
+    report.summary = f"{report.changed} of {report.matched} lookup gradients summed in a sorted order"
 
 
 def _embedding(node: fx.Node) -> tuple | str:

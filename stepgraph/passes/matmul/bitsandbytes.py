@@ -47,7 +47,9 @@ def bitsandbytes_4bit(step: StepGraph, options: object, report: PassReport) -> N
             if not unread.users:
                 step.graph.erase_node(unread)
         report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} of bitsandbytes' operators on 4-bit weights in our kernel"
+    report.summary = (
+        f"{report.changed} of {report.matched} bitsandbytes operators on 4-bit weights replaced by our kernel"
+    )
     report.notes += [f"left to bitsandbytes: weights of {what}" for what in sorted(left)]
 
 

@@ -130,7 +130,7 @@ def product_epilogues(step: StepGraph, options: EpilogueOptions, report: PassRep
             report.changed += 1
             pair.rewrite()
     report.notes += [f"{where} ({count}): {why}" for (where, why), count in reasons.items()]
-    report.summary = f"{report.changed} of {report.matched} activations and gradients in products by QuACK"
+    report.summary = f"{report.changed} of {report.matched} activations and gradients inside QuACK's products"
 
 
 def _forward(step: StepGraph, aliases: Aliases) -> Iterator[Pair]:

@@ -199,7 +199,7 @@ def fp8_matmul(step: StepGraph, options: Fp8MatmulOptions, report: PassReport) -
     if idle := [
         pattern for pattern in options.skip if not any(fnmatchcase(layer.path, pattern) for layer in found.layers)
     ]:
-        report.notes.append(f"fp8_skip names no linear layer by {', '.join(idle)}")
+        report.notes.append(f"fp8_skip matches no linear layer: {', '.join(idle)}")
 
 
 def _refusal(layer: Layer, options: Fp8MatmulOptions) -> str | None:

@@ -58,7 +58,9 @@ def gelu_kernels(step: StepGraph, options: GeluOptions, report: PassReport) -> N
             report.changed += 1
     if left := report.matched - report.changed:
         report.notes.append(f"{left} left unchanged: small, not in 16 bits, not contiguous, or with other neighbours")
-    report.summary = f"{report.changed} of {report.matched} GELUs and gradients, and {sums} sums of rows with them"
+    report.summary = (
+        f"{report.changed} of {report.matched} GELUs and GELU gradients, {sums} with the bias gradient's sum of rows"
+    )
 
 
 def _sums(node: fx.Node) -> list[fx.Node] | None:

@@ -50,7 +50,7 @@ def lora_experts(step: StepGraph, options: object, report: PassReport) -> None:
         found = "other operators read the sum" if products is None else _adapter(node, products)
         if report.takes(found, node):
             _rewrite(found)
-    report.summary = f"{report.changed} of {report.matched} adapters of experts' weights by grouped products"
+    report.summary = f"{report.changed} of {report.matched} expert adapters computed as grouped products"
 
 
 def _products(total: fx.Node) -> list[tuple[fx.Node, bool]] | None:

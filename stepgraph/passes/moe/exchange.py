@@ -48,7 +48,7 @@ def exchange_fp8(step: StepGraph, options: object, report: PassReport) -> None:
             travels.update(role.kind for n in movers if stage_of(n) == "begin" and (role := role_of(n)))
         elif _brought(rows):
             stays.update([", ".join(sorted({str(packet(n)) for n in rows.users if n is not cast}))])
-    report.summary = f"{report.changed} of {report.matched} casts of expert rows before the exchange"
+    report.summary = f"{report.changed} of {report.matched} casts of expert rows moved before the exchange"
     if travels:
         kinds = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(travels.items()))
         report.summary += f"; exchanges in fp8: {kinds}"

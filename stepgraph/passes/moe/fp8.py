@@ -95,7 +95,7 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
     fused = sum(_cast_where_made(rows, cast) for rows, cast in packed.items())
     report.summary = f"{report.changed} of {report.matched} products of expert rows in fp8"
     if fused:
-        report.summary += f"; {fused} of {len(packed)} casts of rows by the SwiGLU that makes them"
+        report.summary += f"; {fused} of {len(packed)} casts fused into the SwiGLU that makes the rows"
     report.notes += [f"{count} stay in bf16: {why}" for why, count in stays.items()]
 
 

@@ -49,7 +49,9 @@ def unread_rows(step: StepGraph, options: object, report: PassReport) -> None:
             if all(_stops(reader, node, offsets) for reader in node.users):
                 node.kwargs = {**node.kwargs, "zero_rest": False}
                 report.changed += 1
-    report.summary = f"{report.changed} of {report.matched} buffers of expert rows not zeroed where nothing reads them"
+    report.summary = (
+        f"{report.changed} of {report.matched} buffers of expert rows left unzeroed where nothing reads them"
+    )
 
 
 def _offsets(node: fx.Node) -> fx.Node | None:

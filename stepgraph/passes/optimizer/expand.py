@@ -67,7 +67,7 @@ def expand_optimizer(step: StepGraph, options: ExpandOptions, report: PassReport
         _Expansion(step, update).write(small[update])
     report.summary = f"{report.changed} of {report.matched} parameter updates expanded, with clipping and rounding"
     if together:
-        report.summary += f", {together} small ones together by the fused kernel"
+        report.summary += f", {together} small ones updated together by the fused kernel"
 
 
 class _Compiled(Builder):

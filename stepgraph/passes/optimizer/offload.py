@@ -99,7 +99,7 @@ def offload_optimizer(step: StepGraph, options: OffloadOptions, report: PassRepo
     report.summary = (
         f"{len(state)}{of_all[0]} tensors of optimizer state ({need / 2**20:.1f}{of_all[1]} MiB) stay in host memory; "
         f"updates in {len(sizes)} parts of at most {max(sizes.values(), default=0) / 2**20:.1f} MiB, "
-        f"{report.added_s * 1e3:.2f} ms more for each step"
+        f"{report.added_s * 1e3:.2f} ms more per step"
     )
     parameter = step.placeholders(Parameter)[0]  # the state may already be on the host
     if options.host is None and (line := host_text(parameter.meta["val"].device)):

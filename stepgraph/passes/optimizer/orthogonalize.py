@@ -82,7 +82,7 @@ def orthogonalize(step: StepGraph, options: OrthogonalizeOptions, report: PassRe
     report.changed += len(symmetric)
     report.summary = (
         f"{report.matched} matrices orthogonalized, {sum(sizes)} of them in {len(sizes)} stacks; {len(symmetric)} "
-        "symmetric products by half"
+        "symmetric products halved"
     )
 
 

@@ -50,7 +50,7 @@ def test_models(tools, name, tolerance):
     (report,) = run_passes(step, [PASS])
     assert count == 1
     assert (report.matched, report.changed, report.notes) == (count, count, [])
-    assert f"{count} of {count} gradients of lookups by sorting" in report.line()
+    assert f"{count} of {count} lookup gradients summed in a sorted order" in report.line()
     assert not found(step, BEFORE) and len(found(step, AFTER)) == count
     for node, place, value in zip(found(step, AFTER), places, values, strict=True):
         made = node.meta["val"]

@@ -82,7 +82,7 @@ def test_values_and_gradients(shape, approximate, bias, monkeypatch):
     model = Tower(lambda x: F.gelu(x, approximate=approximate), bias)
     step, found, expected = captured(model, torch.randn(shape), monkeypatch)
     assert report(step).matched == report(step).changed == 4
-    assert report(step).summary == "4 of 4 activations and gradients in products by QuACK"
+    assert report(step).summary == "4 of 4 activations and gradients inside QuACK's products"
     left = targets(step)
     assert left.count(ours.gelu_product.default) == left.count(ours.gelu_product_backward.default) == 2
     assert aten.gelu.default not in left and aten.gelu_backward.default not in left
@@ -192,7 +192,7 @@ def test_gated(activation, shape, autocast, monkeypatch):
     torch.manual_seed(0)
     model = nn.Sequential(*(Gated(GATES[activation], up_first) for up_first in (False, True)))
     step, found, expected = captured(model, torch.randn(shape), monkeypatch, autocast=autocast)
-    assert report(step).summary == "4 of 4 activations and gradients in products by QuACK"
+    assert report(step).summary == "4 of 4 activations and gradients inside QuACK's products"
     left = targets(step)
     assert left.count(ours.gated_product.default) == left.count(ours.gated_product_backward.default) == 2
     assert not {aten.silu.default, aten.gelu.default, aten.silu_backward.default} & set(left)
@@ -322,7 +322,7 @@ def run(step, backend, capability=(9, 0)):
 def test_auto_says_what_it_chose_and_why(sizes, capability, installed, changed, why, monkeypatch):
     monkeypatch.setattr(quack, "unavailable", lambda: None if installed else "quack-kernels is not installed")
     found = run(pairs(**sizes), "auto", capability)
-    assert found.summary == f"{changed} of 2 activations and gradients in products by QuACK"
+    assert found.summary == f"{changed} of 2 activations and gradients inside QuACK's products"
     M, K, N = (({"M": 16384, "K": 768, "N": 3072} | sizes)[size] for size in "MKN")
     assert found.notes == [
         f"GELU by tanh, {M} x {K} x {N} (1): {why}",

@@ -178,7 +178,7 @@ def test_what_stays_in_bf16_is_said():
         "left in bf16, it chooses experts: router",
         "left in bf16, the loss reads it: head",
         "left in bf16, 32 x 24 x 32 is not a multiple of 16 in both dimensions: odd",
-        "fp8_skip names no linear layer by none.*",
+        "fp8_skip matches no linear layer: none.*",
     ):
         assert note in report.notes
 

@@ -76,7 +76,7 @@ def test_gelus_between_products(kind, dtype):
     found, others, step = run(own(dtypes=(dtype,)), kind, dtype)
     sums = 0 if kind == "no bias" else 1
     assert report_of(step).matched == report_of(step).changed == 2
-    assert report_of(step).summary == f"2 of 2 GELUs and gradients, and {sums} sums of rows with them"
+    assert report_of(step).summary == f"2 of 2 GELUs and GELU gradients, {sums} with the bias gradient's sum of rows"
     ((forward,), (backward,)) = called(step, ours.gelu_rows.default), called(step, ours.gelu_rows_backward.default)
     assert forward.args[1] == backward.args[2] == ("tanh" if kind == "tanh" else "none")
     assert backward.args[3] is (sums == 1)

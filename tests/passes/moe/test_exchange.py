@@ -72,7 +72,7 @@ def check_ranks(chunks, memory, few=False):
         assert what_travels(step) == halves | dict.fromkeys(whole, chunks), what_travels(step)
         summary = report_of(step, "exchange_fp8").summary
         assert summary.endswith(f"exchanges in fp8: {chunks} of kind combine, {chunks} of kind dispatch"), summary
-        assert f"; {2 * chunks} of {4 * chunks} casts of rows by the SwiGLU" in report_of(step, "fp8_experts").summary
+        assert f"; {2 * chunks} of {4 * chunks} casts fused into the SwiGLU" in report_of(step, "fp8_experts").summary
 
 
 def what_travels(step):
@@ -114,7 +114,7 @@ def test_rows_of_one_rank_are_copied_in_fp8():
     (losses, model, _), (found, other, step) = map(one_rank, (False, True))
     assert all(map(torch.equal, losses, found))
     assert all(map(torch.equal, model.parameters(), other.parameters()))
-    assert report_of(step, "exchange_fp8").summary == "2 of 2 casts of expert rows before the exchange"
+    assert report_of(step, "exchange_fp8").summary == "2 of 2 casts of expert rows moved before the exchange"
     copied = [n for n in step.graph.graph.find_nodes(op="call_function", target=ours.gather_rows.default)]
     assert {phase_of(n) for n in copied if n.meta["val"].dtype == torch.uint8} == {"forward", "backward"}
 

@@ -110,7 +110,7 @@ def test_what_is_returned_keeps_its_zeros():
     step = check(Experts(by_chunks))
     report = report_of(step, "unread_rows")
     assert unwritten(step) == {"grouped_mm": 2, "swiglu_rows": 1, "swiglu_rows_backward": 1}
-    assert report.summary == "4 of 5 buffers of expert rows not zeroed where nothing reads them"
+    assert report.summary == "4 of 5 buffers of expert rows left unzeroed where nothing reads them"
 
 
 @pytest.mark.parametrize("gated", [returned, product_returned])

@@ -121,7 +121,7 @@ def test_small_parameters_stay_together(kind, monkeypatch):
     expected, _ = run()
     found, step = run(EXPAND.with_options(small=100))
     report = step.report[-1]
-    assert report.changed == 2 and report.summary.endswith("10 small ones together by the fused kernel")
+    assert report.changed == 2 and report.summary.endswith("10 small ones updated together by the fused kernel")
     (update,) = (node for node in step.graph.nodes() if "_fused_" in str(node.target))
     clips = [n for n in step.graph.nodes("optimizer") if n.target is aten._foreach_mul_.Tensor]
     assert [len(n.args[0]) for n in clips] == [10]  # arithmetic clips the others
@@ -191,7 +191,7 @@ def test_small_parameters_are_counted_over_all_updates():
     batch = {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
     optimizer = torch.optim.AdamW(groups, fused=True)
     step = stepgraph.capture(model, mse, batch, optimizer, passes=["inplace_update", EXPAND.with_options(small=100)])
-    assert step.report[-1].summary.endswith("10 small ones together by the fused kernel")
+    assert step.report[-1].summary.endswith("10 small ones updated together by the fused kernel")
     updates = [n for n in step.graph.nodes() if "_fused_" in str(n.target)]
     assert [len(n.args[0]) for n in updates] == [5, 5]
 

@@ -14,7 +14,7 @@ from stepgraph.passes import get
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 #: On a GPU it pays; its arithmetic is the same here.
 PASS = replace(get("orthogonalize"), needs_cuda=False)
-EVERYWHERE = PASS.with_options(reached=1e3)  # symmetric products by half whatever that saves
+EVERYWHERE = PASS.with_options(reached=1e3)  # symmetric products halved whatever that saves
 
 
 class Written(torch.optim.Optimizer):
