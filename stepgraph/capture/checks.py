@@ -184,7 +184,7 @@ def skips_nonfinite(on_nonfinite: str, optimizer: Any) -> bool:
     if on_nonfinite not in allowed:
         raise unknown_name("on_nonfinite", on_nonfinite, allowed)
     if on_nonfinite == "skip" and optimizer is None:
-        raise ValueError("on_nonfinite='skip' leaves out the optimizer's update, and none is given; pass optimizer=")
+        raise ValueError("on_nonfinite='skip' skips the optimizer's update, and there is no optimizer; pass optimizer=")
     return on_nonfinite == "skip"
 
 
@@ -243,7 +243,7 @@ def refuse_modes() -> None:
         )
     if torch.is_anomaly_enabled():
         raise CaptureError(
-            "torch.autograd.detect_anomaly is on, and a captured step has no backward of autograd that it could check; "
+            "torch.autograd.detect_anomaly is on, and a captured step has no autograd backward to check; "
             "switch it off, or look for NaN in eager mode"
         )
 

@@ -62,7 +62,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
         called = [code.co_name for code in codes if code.co_filename.endswith("distributed_c10d.py")]
         if names := [name for name in called if name != "wrapper"]:
             raise CaptureError(
-                f"{where}: torch.distributed.{names[0]} works on its arguments unseen by a trace; use "
+                f"{where}: torch.distributed.{names[0]} changes its arguments in place, unseen by a trace; use "
                 "torch.distributed._functional_collectives, whose functions return tensors"
             ) from error
         if _is_users(error):

@@ -1,16 +1,16 @@
 """Known values: values that follow only from literals, such as positions by ``arange``, which Python may read.
 
 A step is traced without values, so ``if (positions.diff() != 1).any():`` has no answer in general. It has one if the
-tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. Python so
+tensor depends on no input of the step: its nodes are then computed on the CPU when Python asks for the value. So Python
 takes the same branch as in eager: Hugging Face models, for example, leave out masks that are only causal.
 
 In a training step the integers of the batch are known as well, and how its other numbers compare; so are buffers that
 the step does not change, and tensors from outside of the step. What Python learns from them, such as lengths and how
 many elements a mask selects, holds for this form of the step: see `BatchReads`.
 
-An operator that writes known values in place into a tensor that the trace made is recomputed with all that led to
-it. Unknown are the values of random tensors, of uninitialized ones of which a part was not written, of the ones that
-other operators wrote to, and of ones above `LARGEST`.
+An operator that writes known values in place into a tensor that the trace made is recomputed with all that led to it.
+These values stay unknown: random tensors, uninitialized tensors that were not fully written, tensors that other
+operators wrote to, and tensors with more elements than `LARGEST`.
 """
 
 import contextlib

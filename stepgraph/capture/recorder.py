@@ -8,7 +8,7 @@ collective that runs where autograd works on what forward made only from one par
 
 It also decides which calls of ``torch.utils.checkpoint`` a captured step runs twice. Eager runs a checkpointed function
 again in backward, on what its tensors hold then. Where that is what they held in forward, and nothing is written, the
-graph has one run, and a pass may recompute its results. Any other is traced twice, with the same random numbers.
+graph has one run, and a pass may recompute its results. All others are traced twice, with the same random numbers.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The state of a training step as a flat list of plain tensors.
 
 A parameter may be held by several modules (tied weights) and may be a wrapper such as DTensor; the graph sees each
-tensor once, as the local tensors inside it. `Slot` says where a tensor of the model lives, so that a trace can put
-its stand-in there and take it out again; `Watch` sees cheaply that a user replaced one.
+tensor once, as the local tensors inside it. `Slot` says where a tensor of the model lives, so that a trace can put its
+stand-in there and take it out again; `Watch` notices cheaply that a user replaced one.
 """
 
 import contextlib

@@ -163,7 +163,7 @@ class TrainConfig(
             return
         if (spec := self.mesh_spec) is not None and any(getattr(spec, axis) > 1 for axis in ("tp", "pp", "cp", "ep")):
             raise ValueError(
-                f"loss=dpo trains over ddp, fsdp and hsdp, and not over the other axes of mesh={self.mesh}: drop them"
+                f"loss=dpo supports the axes ddp, fsdp and hsdp, and not the others of mesh={self.mesh}: drop them"
             )
         if self.document_mask == "off":
             raise ValueError("loss=dpo packs both answers into a row, apart, and document_mask=off lets them see each "
@@ -171,7 +171,7 @@ class TrainConfig(
         if self.text_field != "text":
             raise ValueError(f"text_field={self.text_field} is a field of text, and loss=dpo reads pairs: drop it")
         if self.seq_len < 2 * PAIR_TOKENS:
-            raise ValueError(f"seq_len={self.seq_len} holds no pair: try --seq-len {2 * PAIR_TOKENS} or more")
+            raise ValueError(f"seq_len={self.seq_len} is too short for a pair: try --seq-len {2 * PAIR_TOKENS} or more")
         if self.reference is None and self.init_from_hf is None and self.resume is None:
             raise ValueError("loss=dpo starts from a trained model and there is none: add --init-from-hf FOLDER")
         if self.reference is not None and not self.reference.is_dir():
@@ -218,7 +218,7 @@ class TrainConfig(
             self._validate_transformers()
         elif self.lora is not None or self.quantize is not None:
             given = f"quantize={self.quantize}" if self.lora is None else f"lora={self.lora}"
-            raise ValueError(f"{given} is for models of transformers: use --init-from-hf FOLDER, and no PRESET")
+            raise ValueError(f"{given} needs a model of transformers: use --init-from-hf FOLDER, and no PRESET")
 
     def _validate_transformers(self) -> None:
         """What a model of transformers does not have here."""
@@ -332,7 +332,7 @@ def _check_mesh(config: TrainConfig) -> None:
     _check_context(config, spec)
     if spec.ep > 1:
         if not hasattr(config.model, "moe"):
-            raise ValueError(f"mesh {spec} spreads experts and the model has none; drop ep={spec.ep}")
+            raise ValueError(f"mesh {spec} has ep and the model has no experts; drop ep={spec.ep}")
         spec.check_divides({"model.moe.n_experts": config.model.moe.n_experts}, "ep")
 
 
@@ -354,7 +354,7 @@ def _check_context(config: TrainConfig, spec: MeshSpec) -> None:
         whole |= {} if spec.cp % (kv_heads // spec.tp) == 0 else {"n_kv_heads": kv_heads}
         spec.check_divides({f"{n} / tp" if spec.tp > 1 else n: size // spec.tp for n, size in whole.items()}, "cp")
     if spec.pp > 1:
-        raise ValueError(f"mesh {spec} has stages and shares sequences, which is not tested: drop pp or cp")
+        raise ValueError(f"mesh {spec} combines pp and cp, which is not tested: drop one")
 
 
 def _check_pipeline(config: TrainConfig, spec: MeshSpec) -> None:

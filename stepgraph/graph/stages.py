@@ -7,7 +7,7 @@ nowhere: each stage that reads it computes it, so that masks and tables are neve
 
 A stage's graphs are forward, and backward whole or as its two halves: ``backward_input`` computes the gradients that
 the stage before waits for; ``backward_weight``, which nobody waits for, the gradients of parameters. What one graph
-makes and another reads is a named value of the program, kept for as long.
+makes and another reads is a named value of the program, kept until it has been read.
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, for the two halves.
 """
 

@@ -1,14 +1,14 @@
 """The pieces that this process has compiled, by structure: captures share them, as equal layers do.
 
 A second capture of the same step, one with another length of the batch, and a step with another optimizer reuse the
-pieces that they have in common. Nothing here keeps a piece alive: it goes with the last step that calls it.
+pieces that they have in common. Nothing here keeps a piece alive: it is freed with the last step that calls it.
 
-Pieces that serve every length of a batch: two pieces that differ only in numbers become one with a symbolic length.
+Some pieces serve every length of a batch: two pieces that differ only in numbers become one with a symbolic length.
 
 A piece's numbers are its inputs' sizes and strides and the integers among its operators' arguments. Where the numbers
 of two lengths differ, each number becomes a multiple of the length, of its square, or a multiple and a constant. The
 piece so written is compiled with a symbolic length (as Dynamo compiles dynamic shapes). It serves a third length if the
-expressions give exactly that piece's numbers, and if all holds there that the compiler assumed: nothing is guessed.
+expressions give exactly that piece's numbers, and if everything that the compiler assumed holds there.
 """
 
 import operator

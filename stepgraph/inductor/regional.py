@@ -6,7 +6,7 @@ dtypes, devices and options), such as the regions of a model's equal layers, are
 torch's own ``torch.fx.passes.regional_inductor`` merges regions in 2.11, and compiles them all with the options of the
 first.
 
-Keyword arguments that Inductor's patterns ignore, written as operators of their own.
+Before that, keyword arguments that Inductor's patterns ignore are written as separate operators.
 
 A pattern ignores keyword arguments that it does not name: ``add(x, a @ b, alpha=2)`` becomes ``addmm(x, a, b)``
 (pytorch #167313, #196577). Before -> after: ``add(x, y, alpha=a)`` -> ``add(x, mul(y, a))``, likewise ``sub``;

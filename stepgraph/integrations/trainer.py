@@ -523,7 +523,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             try:
                 with _trl_in_a_graph():
                     if said := changed():
-                        warn_caller(f"{said} before compute_loss stored it of the last step: store it in a callback")
+                        warn_caller(f"{said} before compute_loss read it for the last step: read it in a callback")
                     run()
             finally:
                 self._storing, (state.global_step, state.epoch) = False, now

@@ -50,7 +50,7 @@ class LayerCache:
         if stop > self.limit:
             raise ValueError(f"{stop} tokens are more than the cache's {self.limit}; make it larger")
         if start and k.shape[2] > 1:
-            raise ValueError(f"{k.shape[2]} tokens at once after {start} others; pass them one by one")
+            raise ValueError(f"{k.shape[2]} tokens cannot be added at once after {start} others; pass them one by one")
         if not start:
             self._all = [x.new_empty(*x.shape[:2], self.limit, x.shape[3]) for x in (k, v)]
         for kept, new in zip(self._all, (k, v), strict=True):

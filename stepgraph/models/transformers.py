@@ -1,5 +1,5 @@
-"""`CausalLM`: a causal language model of transformers, unmodified, with the calls of the models here; and of which
-tensors of a checkpoint its parameters are made.
+"""`CausalLM`: a causal language model of transformers, unmodified, with the calls of the models here; and which tensors
+of a checkpoint each of its parameters is made of.
 
 Its configuration is the folder of its checkpoint, which a run reads again when it is resumed or sampled.
 """

@@ -168,7 +168,7 @@ def expert_paths(model: nn.Module, spec: MeshSpec) -> set[str]:
                         f"{layer.n_experts} rows, one for each expert, in dimension 0"
                     )
     if not found:
-        raise ValueError(f"mesh {spec} spreads experts and the model has no layer of experts; drop ep={spec.ep}")
+        raise ValueError(f"mesh {spec} has ep and the model has no layer of experts; drop ep={spec.ep}")
     return found
 
 

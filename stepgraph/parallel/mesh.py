@@ -53,7 +53,7 @@ class MeshSpec:
         if self.size > MOST_RANKS:
             raise ValueError(f"mesh {self} has {self.size:,} ranks, and {MOST_RANKS:,} is the most: use a smaller one")
         if self._shards % self.cp:
-            raise ValueError(f"cp={self.cp} does not divide {self._shards} ranks; use a multiple, which counts them")
+            raise ValueError(f"cp={self.cp} does not divide the {self._shards} ranks that include it; use a multiple")
         if inner % self.ep:
             fits = [n for n in range(1, inner + 1) if inner % n == 0]
             near = [*[n for n in fits if n < self.ep][-1:], *[n for n in fits if n > self.ep][:1]]
@@ -227,7 +227,7 @@ class Mesh(Axes):
     def __init__(self, spec: MeshSpec, device_type: str):
         if not dist.is_initialized():
             raise ValueError(
-                f"mesh {spec} needs process groups and none are open: have it from stepgraph.parallel.started, or call "
+                f"mesh {spec} needs process groups and none are open: use stepgraph.parallel.started, or call "
                 "torch.distributed.init_process_group first"
             )
         spec.check_world(dist.get_world_size())

@@ -97,7 +97,7 @@ def _meet(rank: int, world: int, timeout_s: float) -> dist.Store:
         missing = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
         raise ValueError(
             f"the ranks cannot meet at {_place()}: rank {rank} of {world} waited {timeout_s:g} s for {missing}; start "
-            "them all, or give them longer by --comm-timeout"
+            "them all, or raise --comm-timeout"
         ) from failure
     store.set_timeout(datetime.timedelta(seconds=_STORE_TIMEOUT_S))
     return store

@@ -186,7 +186,7 @@ def _check_order(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not seen.issuperset(node.all_input_nodes):
             source = next(source for source in node.all_input_nodes if source not in seen)
-            raise RuntimeError(f"node {node.name} reads {source.name} before that is made, or from outside the graph")
+            raise RuntimeError(f"node {node.name} reads {source.name} before it is made, or from outside the graph")
         seen.add(node)
 
 

@@ -177,7 +177,7 @@ def test_stepgraph_train_and_its_checkpoint_on_another_mesh(tmp_path):
         (["--mesh", "cp=4", "--model.n-heads", "6", *ULYSSES], "cp=4 does not divide n_heads=6; try cp=2$"),
         (["--mesh", "cp=2", "--model.n-heads", "6", "--model.n-kv-heads", "3", *ULYSSES], "divide n_kv_heads=3"),
         (["--mesh", "fsdp=2", "--context", "gather"], "context=gather needs context parallelism.* add cp=2"),
-        (["--mesh", "pp=2,cp=2", "--accumulate", "2"], "mesh fsdp=1,cp=2,pp=2 has stages and shares sequences"),
+        (["--mesh", "pp=2,cp=2", "--accumulate", "2"], "mesh fsdp=1,cp=2,pp=2 combines pp and cp"),
     ],
 )
 def test_what_is_refused(words, message):

@@ -200,7 +200,7 @@ def _load(folder, text):
         ),
         (["--max-restarts", "1"], "max_restarts=1 restarts the ranks of --nproc: add --nproc, or pass it to torchrun"),
         (["--mesh", "fsd=4"], "unknown mesh axis 'fsd': did you mean 'fsdp'?"),
-        (["--mesh", "fsdp=4,ep=2"], "mesh fsdp=4,ep=2 spreads experts and the model has none; drop ep=2"),
+        (["--mesh", "fsdp=4,ep=2"], "mesh fsdp=4,ep=2 has ep and the model has no experts; drop ep=2"),
         (["--mesh", "tp=4"], "tp=4 does not divide n_heads=6; try tp=1"),
         (["--mesh", "tp=3", "--seq-len", "64"], "tp=3 does not divide ffn_dim=896; try tp=1"),
     ],

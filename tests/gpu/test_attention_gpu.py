@@ -255,7 +255,7 @@ def test_torch_is_asked_what_the_user_switched_off():
     batch = dy_for(model)
     torch.backends.cuda.enable_flash_sdp(False)
     try:
-        with pytest.raises(ValueError, match=r"attention=flash2 does not take .* off in"):
+        with pytest.raises(ValueError, match=r"attention=flash2 does not support .* off in"):
             captured(model, batch, "flash2")
     finally:
         torch.backends.cuda.enable_flash_sdp(True)

@@ -266,7 +266,7 @@ class StoresRates:
 
 @pytest.mark.filterwarnings("ignore:.*captured again")
 def test_a_rate_that_changes_before_it_is_stored_is_said(tmp_path):
-    with pytest.warns(UserWarning, match=r"\['lr'\] changed from 0.01 to .* before compute_loss stored it of the last"):
+    with pytest.warns(UserWarning, match=r"\['lr'\] changed from 0.01 to .* before compute_loss read it for the last"):
         tiny_run(GraphTrainer, tmp_path, mixin=StoresRates)
 
 

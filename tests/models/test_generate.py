@@ -110,7 +110,7 @@ def test_what_a_cache_cannot_hold_is_refused():
     cache = [LayerCache(4) for _ in model.layers]
     with torch.no_grad():
         model(torch.tensor([[1, 2]]), cache)
-        with pytest.raises(ValueError, match="2 tokens at once after 2 others; pass them one by one"):
+        with pytest.raises(ValueError, match="2 tokens cannot be added at once after 2 others; pass them one by one"):
             model(torch.tensor([[1, 2]]), cache)
         with pytest.raises(ValueError, match=r"5 tokens are more than the cache's 4; make it larger"):
             model(torch.tensor([[1, 2, 3]]), cache)

@@ -148,7 +148,7 @@ def test_what_such_a_model_does_not_have_is_refused(folder, capsys):
     given = ["--init-from-hf", folder / "qwen3"]
     for mesh in ("fsdp=2,tp=2", "cp=2", "fsdp=2,ep=2", "pp=2"):
         assert train(folder, *given, "--mesh", mesh) == 2
-        assert "takes the axes fsdp, ddp and hsdp; drop the others" in capsys.readouterr().err
+        assert "supports the axes fsdp, ddp and hsdp; drop the others" in capsys.readouterr().err
 
     other = folder / "other"
     other.mkdir()

@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
         raise ValueError("bench train starts its ranks itself: call stepgraph bench train without torchrun")
     ranks, there = config.mesh_spec.size, torch.cuda.device_count()
     if device.type == "cuda" and ranks > there:
-        raise ValueError(f"mesh {config.mesh} has {ranks} ranks, this machine {there} GPUs: choose a smaller --mesh")
+        raise ValueError(
+            f"mesh {config.mesh} has {ranks} ranks and this machine has {there} GPUs: choose a smaller --mesh"
+        )
     env = environment()
     chosen = describe(config, env) | values(config, UpdateOptions, MeshOptions)
     chosen["balanced_routing"] = options.balanced_routing
@@ -93,11 +95,11 @@ def parse_train(argv: list[str]) -> tuple[TrainConfig, TrainBench]:
         raise ValueError(f"timeout={options.timeout} must be above 0")
     require_folder(options.json)
     if config.precision == "bf16-autocast":
-        raise ValueError("precision=bf16-autocast is not of this benchmark: use fp32 or bf16")
+        raise ValueError("precision=bf16-autocast is not supported here: use fp32 or bf16")
     config = run_of(config, words, steps=options.steps, schedule="constant", warmup_steps=0, saved_steps="off")
     refuse_unused(config, words)
     if options.balanced_routing and not hasattr(config.model, "moe"):
-        raise ValueError(f"balanced_routing is about experts and {name} has none: drop --balanced-routing")
+        raise ValueError(f"balanced_routing needs experts and {name} has none: drop --balanced-routing")
     make_folder(options.traces, "traces")
     return config, options
 

@@ -1,5 +1,5 @@
 """The interface of each kind of optimizer for `Update`: its constants, its state, and one update as graph nodes; and
-the kinds whose formulas are known. All are as torch.optim computes them; the rest are traced by their own ``step``."""
+the kinds whose formulas are known, which compute what torch.optim does; others are traced by their own ``step``."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

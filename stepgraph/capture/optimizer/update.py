@@ -1,6 +1,6 @@
 """Puts the optimizers into the graph, with their state and learning rates as inputs.
 
-The state that an optimizer's own ``step`` makes in its first step, made before that step.
+It also makes the state that an optimizer's own ``step`` would make in its first step, before that step.
 
 A first trace of ``step`` alone notes what it puts into ``optimizer.state``: what follows from shapes, parameters and
 options alone can be made before. A second trace, with that state, must give the same operators: only then is the
@@ -195,7 +195,7 @@ def _tried(own: OwnStep, groups: Groups, mode: compat.FakeTensorMode, makes: boo
             found = _Alone(own, groups, mode, makes).text()
             own.learned.is_tried = True
             return found
-    raise CaptureError(f"{own.name}.step shows something else in each trace, and cannot be captured")
+    raise CaptureError(f"{own.name}.step differs from one trace to the next, and cannot be captured")
 
 
 class _Alone:

@@ -1,9 +1,9 @@
 """Random numbers of the host that enter a step only as tensors, such as the masks that SpecAugment draws by NumPy.
 
 A trace records the calls that draw, and what NumPy and Python compute from their results. The host makes the same calls
-again before each step, once for each microbatch and in the same order, so that its generators give what they give to
-eager; the graph takes the tensors made of the results as more leaves of the batch. A function of a Python module that
-draws and that is called without tensors of unknown value is one such call, whatever it decides inside.
+again before each step, once for each microbatch and in the same order, so that its generators draw the same numbers as
+in eager; the tensors made from the results are additional inputs of the graph. A function of a Python module that draws
+and that is called without tensors of unknown value is one such call, whatever it decides inside.
 """
 
 import contextlib

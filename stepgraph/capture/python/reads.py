@@ -4,9 +4,9 @@ What a graph is specialized on is found where it is read: during the trace, ever
 reach notes the reads of its attributes. The trace begins at the model and the loss function; what a read gives, what a
 container holds, and what the code of a function names is met in turn.
 
-What the trace changed there is set back at its end, and `Reads.changes` says what that was.
+At its end, what the trace changed there is restored, and `Reads.changes` says what that was.
 
-What ``type(tensor)`` is in eager: the tensors of a trace have another class.
+This module also answers what ``type(tensor)`` is in eager: the tensors of a trace have another class.
 
 The user's functions find ``type`` among Python's builtins. While they are traced, modules whose functions name it have
 a class of that name, which answers for a fake tensor as eager would and is Python's for all else.

@@ -13,9 +13,9 @@ operator that made it and the keys of its arguments, back to the batch, to param
 step is captured, rehearsals with made-up values must give the loss the key that the trace gave it, or the line that
 reads is refused. A rehearsal with the values of a step must do so too.
 
-What reaches the loss may still follow from the batch, as the places of a mask do: the lines that read it are then
-given what the batch holds, which belongs to the form of the step, see `KnownValues`. Other lines are not: a count
-that is only stored would capture each batch again.
+What reaches the loss may still follow from the batch, as the places of a mask do: the lines that read it are then given
+what the batch holds, which belongs to the form of the step, see `KnownValues`. Other lines are not, or a count that is
+only stored would cause a capture for each batch.
 """
 
 import contextlib

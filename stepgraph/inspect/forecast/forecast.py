@@ -224,7 +224,7 @@ def fake_world(config: TrainConfig, rank: int = 0) -> Iterator[parallel.Mesh | N
     if config.stage_sends == "symmetric" and spec.size > GPUS_PER_NODE:
         raise ValueError(
             f"stage_sends=symmetric works within a machine, of {GPUS_PER_NODE} GPUs, and mesh={spec} needs several: "
-            "take point-to-point"
+            "use point-to-point"
         )
     if spec is not None:
         compat.init_fake_world(rank, spec.size)

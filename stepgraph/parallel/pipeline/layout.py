@@ -58,9 +58,7 @@ class Pipeline:
         }
         self.group = mesh.axis("pp").get_group()
         if self.symmetric and (apart := spans_machines(self.group.group_name)):
-            raise ValueError(
-                f"stage_sends=symmetric over pp={self.ranks}: {apart}; make pp smaller, or take {SENDS[0]}"
-            )
+            raise ValueError(f"stage_sends=symmetric over pp={self.ranks}: {apart}; make pp smaller, or use {SENDS[0]}")
         # Messages that go one way have a group, in which NCCL makes a communicator for each two ranks when they first
         # use it: in one group for both ways a send would wait for a receive that is posted before it, see `messages`.
         if not self.symmetric and (device := dist.group.WORLD.bound_device_id) is not None:

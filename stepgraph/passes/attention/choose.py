@@ -6,14 +6,15 @@ forecast, which has a CPU's graph, ``_scaled_dot_product_flash_attention_for_cpu
     cudnn_attention(q, k, v)            flash4_attention(q, k, v)
     cudnn_attention_backward(dy, ..)    flash4_attention_backward(dy, ..)
 
-and so from any to any of the backends in `backends`. Which one torch took while the step was traced is in the graph.
-FlexAttention (see `flex`) also takes a mask that the graph determines and that is a band, causal or a window, and
-one of booleans that each step makes, as of packed documents: ``auto`` gives it masks of which it skips much.
-Else ``auto`` compares figures (`costs.attention`); where what torch took was not measured for the case, it stays. A
-named backend is taken for all, or the capture fails with the first attention that it does not take.
+and likewise between any two of the backends in `backends`. The graph shows which one torch took while the step was
+traced.
+FlexAttention (see `flex`) also takes a mask that the graph determines and that is a band, causal or a window, and one
+of booleans that each step makes, as of packed documents: ``auto`` uses it where it can skip much of the mask. Otherwise
+``auto`` compares measured times (`costs.attention`); if torch's choice was not measured for a case, it stays. A named
+backend is used for all, or the capture fails at the first attention that it does not support.
 FlashAttention 2 and cuDNN read queries, keys and values in place: a copy that only attention reads is removed.
-Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16 (flex: fp32 too), no mask (flex: a
-band or booleans), no dropout (another kernel would draw other numbers). What stays is listed with its reason.
+Tier numerics: another kernel sums in another order. Preconditions: bf16 or fp16 (flex: fp32 too), no mask (flex: a band
+or booleans), no dropout (another kernel would draw other numbers). The report lists what stays, with the reason.
 """
 
 from collections import Counter, defaultdict
@@ -266,7 +267,7 @@ def _refuse(decisions: list[Decision], others: list[fx.Node], masks: Masks, opti
     first, why = left[0]
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     raise ValueError(
-        f"attention={asked} does not take {_path(first)}{more}, {why}; allowed for all of this step: "
+        f"attention={asked} does not support {_path(first)}{more}, {why}; allowed for all of this step: "
         f"{', '.join(['auto', 'eager', *able])}: {fix}"
     )
 

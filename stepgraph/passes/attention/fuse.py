@@ -12,7 +12,7 @@ Before -> after:
     a soft cap                            FlexAttention with the cap in its score function
     a sink                                FlexAttention, its result times the share of weights that the sink leaves
 
-Every score is otherwise written and read several times, in fp32 where the model asks for it.
+Without this pass every score is written and read several times, in fp32 where the model asks for it.
 Tier numerics: scores are not rounded to bf16 on the way, and sums have another order. Preconditions: a GPU; queries,
 keys and values in bf16 or fp16 before casts that only widen; no dropout; nothing else reads scores or weights.
 Source: Dao et al., "FlashAttention", 2022; Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021.

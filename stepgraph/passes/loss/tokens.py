@@ -2,8 +2,8 @@
 
 Matches: ``_log_softmax`` (and ``_softmax``) of the logits z = ``x w^T`` (with a bias, a factor, casts, reshapes and
 slices of rows between), read by a ``gather`` of one label per token, by sums over the vocabulary of z, log p, p log p,
-p log q and q log p, where q is of another head without a gradient, and in backward by what their gradients become; in
-any way of writing these (see `Reading`). z itself may be read by ``logsumexp``, ``argmax`` and ``gather``. Losses of
+p log q and q log p, where q is of another head without a gradient, and in backward by what their gradients become,
+however they are written (see `Reading`). z itself may be read by ``logsumexp``, ``argmax`` and ``gather``. Losses of
 classes are put in this form by `labels`. DPO, GRPO, entropy bonuses, z-losses, smoothed labels and distillation
 (``F.kl_div``) have them.
 

@@ -4,8 +4,8 @@ Matches: results that forward leaves for backward, after fusion has decided what
 `recompute` and `offload`. Each way to give a result up has a price in seconds: to compute it again, or, for copies that
 hide behind computation, a share of their time. `least_time` chooses what to recompute at a price per stored byte; what
 is stored is offloaded from the first result on, as far as copies hide. The price rises until the peak is low enough.
-Equal blocks choose alike, except that some may do so at one price and the others at the next, so few pieces differ for
-a compiler. What turns out not to be needed is kept.
+Equal blocks make the same choice, except that some may use one price and the others the next, so that a compiler sees
+few different pieces. Results that need not be given up after all are kept.
 Exact: the same bits as `recompute` and `offload`. Preconditions: a flat graph with phases. Modules that the policy
 names are not touched, except that they offload where it says so.
 Source: see `least_time`.

@@ -2,9 +2,9 @@
 
 Matches: forward results that backward reads. Before -> after: a backward node reads a copy of the forward node,
 inserted just before it, that runs the same operator on the same values; the original then dies in forward.
-Exact: the copy is bitwise the original, because random and mutating operators are never run again. Nor are
-collectives, except for the all-gathers of tensor parallelism, which `full` (and a budget) repeats: what they read is a
-part of what they make. Gathers of parameters are left to `reshard_after_forward`.
+Exact: the copy is bitwise the original, because random and mutating operators are never run again. Nor are collectives,
+except for the all-gathers of tensor parallelism, which `full` (and a budget) repeats, because they read less than they
+make. Gathers of parameters are left to `reshard_after_forward`.
 Preconditions: a flat graph with phases. Calls of ``torch.utils.checkpoint`` in the model are honoured under every
 policy: capture runs them plainly and marks their nodes.
 Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (2016), for the idea.

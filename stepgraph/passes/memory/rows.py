@@ -4,8 +4,8 @@ A result's *rows* are its dimensions that count samples and tokens: (0, 1) in a 
 queries (B, H, S, D), one dimension for both in (B * S, D). Each operator has a rule that says where rows are in its
 result when they are at given places of its arguments, or that its result is a sum over all rows, as the gradient of a
 weight is.
-Where nothing says where the rows of an argument are, their sizes do. A wrong guess costs a chance, never a wrong
-result: a region is computed in parts only if the rules of all its operators agree.
+Where nothing says where the rows of an argument are, their sizes do. A wrong guess may prevent tiling, but never gives
+a wrong result: a region is computed in parts only if the rules of all its operators agree.
 """
 
 import operator

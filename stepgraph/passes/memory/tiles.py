@@ -6,9 +6,9 @@ or in backward, with a product in them: all between two attentions. Before -> af
     y, dw = f(x, w)   ->   y_1, dw_1 = f(x[:n], w); y_2, dw_2 = f(x[n:2n], w); ...
                            y = cat(y_1, y_2, ...); dw = dw_1 + dw_2 + ...
 
-What backward reads of the inside of a forward region is recomputed in backward, tile by tile, from what enters the
-region: what lies inside, as the wide results of an MLP, exists for one tile at a time, and does not grow with the
-sequence. Tiles are nodes of the flat graph, one tile after the other.
+Results inside a forward region that backward reads are recomputed in backward, tile by tile, from the region's inputs.
+Wide intermediate results, such as those of an MLP, exist for one tile at a time and do not grow with the sequence.
+Tiles are nodes of the flat graph, one tile after the other.
 Tier numerics: a product of fewer rows may take another kernel, and sums over tokens (gradients of weights, the loss)
 add up tiles: products in the gradient's dtype, rounded once a tile, all else in fp32. The order is fixed.
 Preconditions: a flat graph with phases, shapes that are numbers. Nodes that draw random numbers, and writes outside a

@@ -3,7 +3,7 @@
 A fused operator (``native_layer_norm``, ``_fused_rms_norm``) is known by its name, and its backward by reading its
 statistics. A composite norm is proved: what follows from its root ``rsqrt(mean(x^2) + eps)``, however it is written, is
 read as polynomials (see `values`). Only a node that equals ``xhat * (weight + offset) + bias`` is an output, only one
-that equals a derivative of the norm is a gradient. Where anything else reads what lies between, the norm is left alone.
+that equals a derivative of the norm is a gradient. If anything else reads an intermediate result, the norm stays.
 """
 
 import torch

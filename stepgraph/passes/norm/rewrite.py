@@ -5,8 +5,8 @@ Before -> after, for a norm with all its neighbours:
     h = x + residual; y = norm(h)        ->  y, h, rstd = stepgraph::norm(x, residual)
     dx = backward of norm(dy); dh + dx   ->  dx = stepgraph::norm_backward(dy, h, rstd, dh)
 
-What lay in memory in another order of dimensions than the operators write continues to do so, since views after it rely
-on that: the operators then run on the dimensions in that order.
+A tensor whose dimensions lie in memory in another order than the operators write keeps that order, because later views
+rely on it: the operators then run on the dimensions in that order.
 """
 
 import operator

@@ -5,13 +5,14 @@ that the others, and the launcher, notice a rank that has gone silent. When a st
 before it, or does not react to SIGTERM, the thread reports the node of the graph, or the call of a pipeline, that the
 rank waits in and ends the process. The main thread cannot do that: it is inside a collective that never returns.
 
-The first steps have none before them, and compile. They end when for long no rank has moved: a rank moves while its
-Python does, while it waits for its own compilers, and while its GPU passes calls. What may take as long as it likes (a
-capture, a validation, a checkpoint) ends when the next rank has gone silent: each looks after one other.
+The first steps have no earlier step to compare with, and they compile. They are ended when no rank has made progress
+for a long time: a rank makes progress while its Python runs, while it waits for its own compilers, and while its GPU
+passes calls. What may take any time (a capture, a validation, a checkpoint) is ended when the next rank has gone
+silent: each rank watches one other.
 
 Ages are measured by one rank's clock, from when it saw something change: the clocks of machines differ.
 
-Finds the node of the graph whose collective the ranks are waiting in.
+This module also finds the node of the graph whose collective the ranks are waiting in.
 
 torch's flight recorder knows the process group of each collective, when it was issued and whether it is done, but not
 its node. A step issues each group's collectives in the graph's order, which Inductor keeps. So the k-th collective that

@@ -144,7 +144,7 @@ def _require_room(needed: int) -> None:
     room = int(known[1]) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if known else needed
     if needed > room:
         raise MemoryError(
-            f"a copy of the state takes {needed / 2**30:.2f} GiB of host memory a rank, and {room / 2**30:.2f} are free"
+            f"a copy of the state takes {needed / 2**30:.2f} GiB of host memory per rank, {room / 2**30:.2f} are free"
         )
 
 

@@ -126,7 +126,7 @@ def _is_learned(message: Message) -> bool:
     weights = {name: message.get(name, 1) for name in ("weight", "train", "training")}
     for name, weight in weights.items():
         if type(weight) not in (bool, int, float) or weight not in (0, 1):
-            raise ValueError(f"{name}={weight!r} of a message is not allowed: use 0, not learned, or 1")
+            raise ValueError(f"{name}={weight!r} of a message is not allowed: use 0 (not learned) or 1")
     return all(weights.values()) and bool(message["content"].strip())
 
 

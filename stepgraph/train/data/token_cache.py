@@ -1,8 +1,8 @@
 """The tokens of a split, written once to a file by a thread and mapped into memory.
 
 The file is documents as one stream of tokens, from which rows are cut, and where each document begins. Text has an
-end-of-text token before the first document and after each; conversations lie as `Rows` says. A folder of its own, named
-after source, tokenizer and split, holds
+end-of-text token before the first document and after each; conversations are laid out as `Rows` says. A folder of its
+own, named after source, tokenizer and split, holds
 
     tokens.bin      the stream, uint16 or int32
     begins.bin      where in it documents begin, int64

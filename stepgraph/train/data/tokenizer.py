@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from stepgraph.errors import first_line, require_file
-from stepgraph.models.hf_decoder import read_json, write_json
+from stepgraph.models.hf_decoder import CONFIG, read_json, write_json
 
 #: Files next to tokenizer.json that name its special tokens.
 SETTINGS, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
@@ -75,10 +75,11 @@ class JsonTokenizer:
             require_file(Path(path))
             content = Path(path).read_bytes()
         except FileNotFoundError as error:
-            folder = str(Path(path).parent)
-            make = f"let transformers make it: AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
-            said = f"cannot read tokenizer {path}: {error.strerror}; use another by --tokenizer, or {make}"
-            raise ValueError(said) from error
+            folder, fix = str(Path(path).parent), "use another by --tokenizer"
+            if Path(folder, CONFIG).is_file():
+                make = f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+                fix += f", or let transformers make it: {make}"
+            raise ValueError(f"cannot read tokenizer {path}: {error.strerror}; {fix}") from error
         except OSError as error:
             raise ValueError(f"cannot read tokenizer {path}: {error.strerror}") from error
         try:

@@ -215,13 +215,13 @@ def test_presets_bring_their_own_sizes():
         ("train --mesh tp=4", "tp=4 does not divide n_heads=6; try tp=1"),
         ("train --steps 0", "steps=0 must be above 0"),
         ("train --timeout 0", "timeout=0.0 must be above 0"),
-        ("train --precision bf16-autocast", "precision=bf16-autocast is not of this benchmark"),
+        ("train --precision bf16-autocast", "precision=bf16-autocast is not supported here"),
         ("train --json no/such/folder/x.json", "json=no/such/folder/x.json: the folder no/such/folder does not exist"),
         ("train --traces pyproject.toml", "traces=pyproject.toml cannot be a folder: File exists"),
         ("train --mesh pp=2", "accumulate=1 is too small for the schedule 1f1b on pp=2"),
         ("train --pipeline zbv", "pipeline=zbv needs pipeline stages"),
         ("train --expert-capacity 4", "expert_capacity=4.0 changes nothing: add ep=2 to --mesh"),
-        ("train --balanced-routing", "balanced_routing is about experts and llama3-debug has none"),
+        ("train --balanced-routing", "balanced_routing needs experts and llama3-debug has none"),
     ],
 )
 def test_an_error_of_use_is_one_line(arguments, message):

@@ -375,7 +375,7 @@ def test_deterministic_algorithms_leave_cudnn_out(monkeypatch):
     ],
 )
 def test_a_named_backend_is_refused_in_one_line(backend, options, capability, reason, allowed):
-    with pytest.raises(ValueError, match=f"attention={backend} does not take layers.0.attn") as error:
+    with pytest.raises(ValueError, match=f"attention={backend} does not support layers.0.attn") as error:
         rewritten(attention_graph(**options), backend, capability)
     text = str(error.value)
     assert reason in text and f"allowed for all of this step: auto, {allowed}: " in text and "\n" not in text

@@ -292,7 +292,7 @@ def scrambled(q, padding):
 )
 def test_refused_in_one_line(options, reason):
     step = windows.attention_graph(windows.padded, **options)
-    with pytest.raises(ValueError, match="attention=flex does not take attn") as error:
+    with pytest.raises(ValueError, match="attention=flex does not support attn") as error:
         run_passes(step, [simulated()])
     assert reason in str(error.value) and "\n" not in str(error.value)
 
@@ -303,7 +303,9 @@ def test_a_mask_of_other_numbers_is_refused():
 
     model, given = Attend((1, 2, 2, 12, 12, 16, 16), biased), torch.randn(1, 1, 12, 12)
     batch = {"given": given, "dy": torch.randn(1, 2, 12, 16)}
-    with pytest.raises(ValueError, match=r"attention=flex does not take .* depends on .*does not make it of booleans"):
+    with pytest.raises(
+        ValueError, match=r"attention=flex does not support .* depends on .*does not make it of booleans"
+    ):
         stepgraph.capture(model, weighted, batch, passes=[simulated()])
 
 

@@ -193,7 +193,7 @@ def test_a_host_without_room_is_told(saves, monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:       0 kB\n")
     monkeypatch.setattr(background, "_MEMORY", tmp_path / "meminfo")
     with pytest.raises(
-        MemoryError, match=r"a copy of the state takes 0\.00 GiB of host memory a rank, and 0\.00 are free"
+        MemoryError, match=r"a copy of the state takes 0\.00 GiB of host memory per rank, 0\.00 are free"
     ):
         saves.begin(1, build(1))
 
