@@ -233,6 +233,7 @@ def test_the_public_names_are_there_and_importing_a_room_replaces_none():
         (["--version"], f"stepgraph {stepgraph.__version__}, torch {version('torch')}, triton"),
         (["--help"], "usage: stepgraph COMMAND"),
         ([], "usage: stepgraph COMMAND"),
+        (["plan", "--help-all"], "usage: stepgraph plan PRESET"),
     ],
 )
 def test_version_and_help(arguments, shown, capsys):

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from stepgraph.config import command_line
+from stepgraph.config.commands import COMMANDS, MORE
+from stepgraph.config.presets import PRESETS
 from stepgraph.options import StepOptions, choices
 from stepgraph.passes import PASSES
 from stepgraph.passes.order import ORDER
@@ -41,6 +44,22 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+#: Options of torchrun and accelerate, and one that a page says was removed.
+ELSEWHERE = {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint", "--use_fsdp", "--fsdp_version"}
+ELSEWHERE |= {"--against"}
+
+
+def test_the_options_that_pages_name_exist():
+    records = [kind() for _, kinds in COMMANDS.values() for kind in kinds]
+    records += [PRESETS[name]() for name in ("llama3-debug", "deepseek-v3-debug")]
+    known = set(command_line._flags(option for record in records for option in command_line.options_of(record)))
+    known |= {"--help", "--help-all", *(name for names in MORE.values() for name in names)} | ELSEWHERE
+    for page in PAGES:
+        if page.parent.name != "benchmarks":  # whose scripts have options of their own
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_.-]*[a-z0-9]", page.read_text(encoding="utf-8")))
+            assert named <= known, (page.name, named - known)
 
 
 def test_the_table_of_passes_is_their_order():

@@ -87,7 +87,7 @@ def _check(name: str, fake: Callable, made: Any, args: tuple[Any, ...], kwargs: 
                 fix = f"set bnb_4bit_compute_dtype={real.dtype}"
             raise CaptureError(
                 f"{'.'.join(name.split(_SEPARATOR)[1:])} gives {real.dtype} under autocast, and its fake "
-                f"implementation says {fake.dtype}; let both give one dtype: {fix}"
+                f"implementation gives {fake.dtype}; make both give one dtype: {fix}"
             )
 
 

@@ -263,7 +263,7 @@ def refuse_buffers_as_numbers(read: Iterable[torch.Tensor], slots: Sequence[Slot
     names = {compat.storage_key(slot.tensor): slot.name for slot in slots if not slot.is_parameter}
     for name in filter(None, (names.get(compat.storage_key(tensor)) for tensor in read)):
         raise CaptureError(
-            f"the optimizer's step computes with {name} of the model as a number, and a captured step would take it "
+            f"the optimizer's step reads {name} of the model as a number, and a captured step would use its value "
             "from before forward; keep it in the state of a parameter, or set a group's option between steps"
         )
 

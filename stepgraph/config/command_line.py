@@ -276,7 +276,7 @@ def first_word(argv: list[str], otherwise: str, default: str) -> tuple[str, list
     without one."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
-    if not {"-h", "--help"} & set(argv):
+    if not {"-h", "--help", "--help-all"} & set(argv):
         raise ValueError(otherwise)
     return default, argv
 

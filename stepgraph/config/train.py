@@ -166,8 +166,8 @@ class TrainConfig(
                 f"loss=dpo supports the axes ddp, fsdp and hsdp, and not the others of mesh={self.mesh}: drop them"
             )
         if self.document_mask == "off":
-            raise ValueError("loss=dpo packs both answers into a row, apart, and document_mask=off lets them see each "
-                             "other: drop it")  # fmt: skip
+            raise ValueError("loss=dpo packs both answers into one row, and document_mask=off would let each attend to "
+                             "the other: drop it")  # fmt: skip
         if self.text_field != "text":
             raise ValueError(f"text_field={self.text_field} is a field of text, and loss=dpo reads pairs: drop it")
         if self.seq_len < 2 * PAIR_TOKENS:
@@ -320,8 +320,8 @@ def _check_mesh(config: TrainConfig) -> None:
     if config.nproc is not None:
         spec.check_world(config.nproc)
     if isinstance(config.model, CausalLMConfig) and spec.cp * spec.tp * spec.pp * spec.ep > 1:
-        raise ValueError(f"mesh={config.mesh}: the model of {config.model.folder}, which is transformers' own, takes "
-                         "the axes fsdp, ddp and hsdp; drop the others")  # fmt: skip
+        raise ValueError(f"mesh={config.mesh}: the model of {config.model.folder}, which is transformers' own, "
+                         "supports the axes fsdp, ddp and hsdp; drop the others")  # fmt: skip
     if config.expert_chunks != "auto" and config.expert_chunks > (
         tokens := config.batch_size * config.seq_len // spec.tp
     ):

@@ -416,7 +416,7 @@ def test_a_buffer_of_the_model_as_a_number_of_the_optimizer():
 
     twin, (batch,) = model(), pairs(1)
     twin.register_buffer("scale", torch.ones(()))
-    with pytest.raises(CaptureError, match="computes with scale of the model as a number"):
+    with pytest.raises(CaptureError, match="reads scale of the model as a number"):
         stepgraph.capture(twin, mse, batch, Scaled(twin.parameters()), passes="exact")
 
 

@@ -206,7 +206,7 @@ def test_an_adapter_needs_no_other_model(folder, capsys):
         (["--beta", 0], "beta=0.0 must be above 0"),
         (["--label-smoothing", 0.5], "label_smoothing=0.5 must be in [0, 0.5)"),
         (["--mesh", "tp=2"], "loss=dpo supports the axes ddp, fsdp and hsdp, and not the others of mesh=tp=2"),
-        (["--document-mask", "off"], "document_mask=off would let each attend to the other"),
+        (["--document-mask", "off"], "document_mask=off would let each attend"),
         (["--text-field", "chosen"], "text_field=chosen is a field of text"),
         (["--seq-len", 16], "seq_len=16 is too short for a pair: try --seq-len 32"),
         (["--reference", "nowhere"], "reference=nowhere is not a folder"),
