@@ -25,6 +25,12 @@ from stepgraph.passes import StepOptions, Target
 OFF = stepgraph.StepOptions(inductor="off")
 
 
+@pytest.fixture
+def given_batch(monkeypatch):
+    """Forecasts of the batch that is given alone: the search for the largest one traces six others."""
+    monkeypatch.setattr("stepgraph.inspect.forecast.any_model._largest_batch", lambda *_: (None, "not searched"))
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -58,7 +64,7 @@ def tower_step(rows=32, width=64, **options):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_presets_model_given_by_hand_has_the_plans_forecast(accumulate):
+def test_a_presets_model_given_by_hand_has_the_plans_forecast(accumulate, given_batch):
     preset = PRESETS["llama3-debug"]()
     shape = dataclasses.replace(preset.model, n_layers=2)
     config = dataclasses.replace(preset, model=shape, mesh=None, device="cpu", accumulate=accumulate, batch_size=2)
@@ -82,7 +88,7 @@ def test_a_presets_model_given_by_hand_has_the_plans_forecast(accumulate):
     assert not optimizer.state
 
 
-def test_what_fills_the_memory_is_the_peak_with_state_on_the_host_and_workspaces():
+def test_what_fills_the_memory_is_the_peak_with_state_on_the_host_and_workspaces(given_batch):
     """State of the optimizer on the host is not listed; the workspace of an attention is."""
     config = Llama3Config(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=64, max_seq_len=8192)
     with torch.device("meta"):
@@ -97,7 +103,7 @@ def test_what_fills_the_memory_is_the_peak_with_state_on_the_host_and_workspaces
     assert [held for held in found.largest if held.what.startswith("results and workspace of")]
 
 
-def test_policies_come_in_order_and_the_chosen_one_is_the_forecast():
+def test_policies_come_in_order_and_the_chosen_one_is_the_forecast(given_batch):
     model, *rest = tower_step(rows=512)
     found = stepgraph.forecast(model, *rest, passes=dataclasses.replace(OFF, memory="full"))
     assert [policy.memory for policy in found.policies] == ["none", "selective", "full"]
@@ -123,7 +129,7 @@ def test_nothing_of_the_users_changes():
     assert loss.isfinite()
 
 
-def test_an_optimizer_that_has_stepped_is_forecast_as_a_new_one():
+def test_an_optimizer_that_has_stepped_is_forecast_as_a_new_one(given_batch):
     model, loss_fn, batch, optimizer = tower_step()
     new = stepgraph.forecast(model, loss_fn, batch, optimizer)
     loss_fn(model, batch).backward()
@@ -134,7 +140,7 @@ def test_an_optimizer_that_has_stepped_is_forecast_as_a_new_one():
     assert all(map(torch.equal, moments, (state["exp_avg"] for state in optimizer.state.values())))
 
 
-def test_what_fills_the_memory_has_its_module_and_line():
+def test_what_fills_the_memory_has_its_module_and_line(given_batch):
     found = stepgraph.forecast(*tower_step(rows=4096), passes=OFF)
     kept = [held for held in found.largest if held.kind == "activations"]
     assert any(held.module == "layers.*.up" and held.count == 4 for held in kept)
@@ -276,7 +282,7 @@ def test_a_step_that_cannot_fit():
     assert not any(policy.fits for policy in found.policies)
 
 
-def test_autocast_for_a_gpu_counts_without_one():
+def test_autocast_for_a_gpu_counts_without_one(given_batch):
     model, _, batch, optimizer = tower_step(rows=4096)
 
     def under(kind):
@@ -293,7 +299,7 @@ def test_autocast_for_a_gpu_counts_without_one():
     assert cuda.peak_bytes == cpu.peak_bytes != plain.peak_bytes and cuda.step_s == cpu.step_s < plain.step_s
 
 
-def test_the_peak_is_what_torch_allocates():
+def test_the_peak_is_what_torch_allocates(given_batch):
     model, loss_fn, batch, optimizer = tower_step(rows=256, width=128, fused=True)
     options = stepgraph.StepOptions("exact", inductor="off")
     found = stepgraph.forecast(model, loss_fn, batch, optimizer, passes=options)
@@ -312,7 +318,7 @@ def test_the_peak_is_what_torch_allocates():
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_capture_warns_of_a_step_that_does_not_fit_on_the_gpu(fits, monkeypatch):
+def test_capture_warns_of_a_step_that_does_not_fit_on_the_gpu(fits, monkeypatch, given_batch):
     model, loss_fn, batch, optimizer = tower_step()
     peak = stepgraph.forecast(model, loss_fn, batch, optimizer, passes="exact").peak_bytes
     on, memory = Target.on, 2.0 * peak if fits else 0.5 * peak
@@ -328,7 +334,8 @@ def test_capture_warns_of_a_step_that_does_not_fit_on_the_gpu(fits, monkeypatch)
 @pytest.mark.parametrize("lora", [False, True])
 def test_hugging_face_on_the_meta_device(lora):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "vocab_size": 128}
+    # Wide: of narrow samples millions would fit, whose masks are numbers of the host.
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "head_dim": 8, "vocab_size": 128}
     config = transformers.Qwen3Config(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, **sizes)
     with torch.device("meta"):
         model = transformers.Qwen3ForCausalLM(config)
@@ -365,7 +372,7 @@ def test_bad_arguments_are_refused_in_one_line(change, named):
     assert not any(map(compat.is_fake, model.parameters()))
 
 
-def test_norms_of_a_forecast_are_those_of_the_gpu():
+def test_norms_of_a_forecast_are_those_of_the_gpu(given_batch):
     """A GPU keeps a norm's input and a number a row for backward; a CPU, on which the step is traced, two fp32 copies
     of the input."""
     model = Llama3(
