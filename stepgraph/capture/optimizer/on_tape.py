@@ -49,6 +49,7 @@ class HostOperator:
     def __init__(self, func: Any, spec: compat.pytree.TreeSpec):
         self.func, self.spec = func, spec
         self.in_place = func._schema.is_mutable
+        self.on_lists = func._schema.name.startswith("aten::_foreach_")
         self.name = f"{func}{spec}"
 
     def __call__(self, *leaves: Any) -> Any:
@@ -58,7 +59,7 @@ class HostOperator:
                 args = (compat.pytree.tree_map(torch.clone, args[0]), *args[1:])
             result = self.func(*args, **kwargs)
         result = args[0] if self.in_place else result
-        return result[0] if isinstance(args[0], list) else result
+        return result[0] if self.on_lists else result
 
 
 def as_number(value: Tensor) -> Any:
