@@ -181,7 +181,13 @@ class Watch:
         self._counts = [count for count in counts if count.device.type == "cpu" and not compat.is_fake(count)]
         self._versions, self._alike = self._count_versions(), self._alike_counts()
         self._tensors = [slot.tensor for slot in slots]
-        self._wrapped = [t for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
+        wrapped = [(t, unwrap(t)) for t in self._tensors if compat.is_traceable_wrapper_subclass(t)]
+        self._inner = [
+            (t, name)
+            for t, (parts, wrapping) in wrapped
+            for part, name in zip(parts, wrapping.names, strict=True)
+            if not compat.is_fake(part)
+        ]
         self._plain = [t for t in self._tensors if type(t) in (torch.Tensor, nn.Parameter)]
         self._asked = [slot.tensor for slot in slots if slot.asked]
         self._triangles = [slot for slot in slots if slot.triangle is not None]
@@ -189,7 +195,7 @@ class Watch:
 
     def _look(self) -> tuple:
         """Where data lies (``param.data = ...`` and ``model.to(...)`` change it and not the object); what trains."""
-        inner = [part.data_ptr() for t in self._wrapped for part in unwrap(t)[0] if not compat.is_fake(part)]
+        inner = [getattr(t, name).data_ptr() for t, name in self._inner]
         places = list(map(torch.Tensor.data_ptr, self._plain))
         gradients = [t.grad is not None for t in self._asked]
         return places, inner, list(map(attrgetter("requires_grad"), self._tensors)), gradients

@@ -159,7 +159,9 @@ class ProgramRunner:
             what: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             for what, tensor in before.items()
         }
-        self.kept = [(kept[what], tensor) for what, tensor in before.items()]
+        self.kept: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}  # one kernel copies those of one dtype
+        for what, tensor in before.items():
+            self.kept.setdefault(tensor.dtype, []).append((kept[what], tensor))
         device = next((tensor.device for tensor in live.values()), None)
         self.ratios = {
             spec.what: torch.zeros((), dtype=torch.float64, device=device)
@@ -239,8 +241,8 @@ class ProgramRunner:
         self.waits = self.values.waits = Waits()
         self.spans = Spans(self.clock) if self.device is not None else None
         self.passed = Passed() if self.on_gpu else None
-        if self.kept:
-            torch._foreach_copy_(*map(list, zip(*self.kept, strict=True)))
+        for pairs in self.kept.values():
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
         for ratio in self.ratios.values():
             ratio.zero_()
 

@@ -11,7 +11,9 @@ import stepgraph
 from stepgraph import compat
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import assumed_timeline
+from stepgraph.graph import collectives
 from stepgraph.graph.collectives import operator_of
+from stepgraph.graph.facts import upstream
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.models.deepseek_v3 import DeepSeekV3, DeepSeekV3Config, tp_plan
 from stepgraph.models.moe import MoEConfig
@@ -128,6 +130,18 @@ def test_what_runs_beside_what(traced):
     was, now = (assumed_timeline(s.graph) for s in (traced, step))
     waited = [sum(c.exposed_seconds for c in t.collectives if c.role in ("dispatch", "combine")) for t in (was, now)]
     assert waited[1] < waited[0]
+
+
+def test_norms_during_the_last_reduction(traced):
+    """Of all gradients but those that it gives, experts' above all."""
+    module = torch.fx.GraphModule(traced.module, copy.deepcopy(traced.graph))
+    step = dataclasses.replace(traced, module=module, executable=None, recording=None, log=[])
+    *_, found = run_passes(step, [get("bucket_collectives"), get("overlap")])
+    wait = max(c.wait for c in collectives.reductions(step))
+    norms = [n for n in step.graph.nodes if n.target is torch.ops.aten.linalg_vector_norm.default]
+    early = [n for n in norms if n < wait]
+    assert early and f"{len(early)} norms of gradients during the last reduction" in found.notes
+    assert all(wait in upstream(n) for n in norms[len(early) : -1])  # the last one is of the norms
 
 
 def test_nothing_moves_where_memory_would_grow(traced):

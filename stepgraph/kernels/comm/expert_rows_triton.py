@@ -15,8 +15,11 @@ from stepgraph.kernels.moe.rows_triton import tile_of
 
 Tensor = torch.Tensor
 WARPS = 8
-#: Elements of a tile, and how many programs send.
-TILE, SENDERS = 4096, 64
+#: Bytes of a tile that is sent, the tiles of a program that are on their way at once, its warps, and how many programs
+#: send.
+SENT, STAGES, SEND_WARPS, SENDERS = 32768, 1, 16, 32
+#: Bytes of a tile that is taken.
+TAKEN = 8192
 #: Rows that a program places, and how many segments it compares with them at once.
 ROWS, AHEAD = 256, 32
 
@@ -48,11 +51,11 @@ def _share_kernel(row, addresses, rank, n, BLOCK: tl.constexpr):
 @triton.jit
 def _send_kernel(
     x, order, to, addresses, n, slots, room, D, stride,
-    INDIRECT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    INDIRECT: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Blocks of columns of some rows to where they go."""
     columns = tl.cdiv(D, BLOCK)
-    for tile in range(tl.program_id(0), tl.cdiv(n, TOKENS) * columns, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n, TOKENS) * columns, tl.num_programs(0), num_stages=STAGES):
         row = tile // columns * TOKENS + tl.arange(0, TOKENS)
         column = tile % columns * BLOCK + tl.arange(0, BLOCK)
         goes = tl.load(to + row, mask=row < n, other=-1)
@@ -158,9 +161,9 @@ def share(row: Tensor, addresses: Tensor, rank: int) -> None:
     _share_kernel[(addresses.shape[1],)](row, addresses, rank, row.numel(), BLOCK=256, num_warps=4)
 
 
-def configuration(D: int) -> tuple[int, int]:
-    """(rows, columns) of a tile."""
-    return tile_of(TILE, D)
+def configuration(nbytes: int, x: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a tile of ``x`` of ``nbytes``."""
+    return tile_of(nbytes // x.element_size(), x.shape[1])
 
 
 def send(x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, addresses: Tensor) -> None:
@@ -169,11 +172,11 @@ def send(x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, add
     n, D = to.shape[0], x.shape[1]
     if not (n and D and room):
         return
-    tokens, block = configuration(D)
+    tokens, block = configuration(SENT, x)
     tiles = triton.cdiv(n, tokens) * triton.cdiv(D, block)
     _send_kernel[(min(tiles, SENDERS),)](
         x, order, to, addresses, n, slots, room, D, x.stride(0),
-        INDIRECT=order is not None, TOKENS=tokens, BLOCK=block, num_warps=WARPS,
+        INDIRECT=order is not None, STAGES=STAGES, TOKENS=tokens, BLOCK=block, num_warps=SEND_WARPS,
     )  # fmt: skip
 
 
@@ -182,7 +185,7 @@ def take(written: Tensor, came: Tensor, zero_rest: bool = True) -> Tensor:
     ``zero_rest``, anything."""
     (n, D), out = written.shape, torch.empty_like(written)
     if out.numel():
-        tokens, block = configuration(D)
+        tokens, block = configuration(TAKEN, written)
         _take_kernel[(triton.cdiv(n, tokens), triton.cdiv(D, block))](
             written, came, out, n, D, ZERO_REST=zero_rest, TOKENS=tokens, BLOCK=block, num_warps=WARPS
         )

@@ -13,7 +13,6 @@ from stepgraph.kernels.fp8 import cast_triton
 from stepgraph.kernels.fp8.cast_triton import _SMALLEST, _bits, _scale, _top
 from stepgraph.kernels.fp8.formats import MOST, MULTIPLE, padded_rows
 from stepgraph.kernels.moe.packed import E4M3, new_packed, pack, unpack
-from stepgraph.kernels.moe.scaled import padded_ends
 
 #: Rows of a tile, its columns by the bytes of a value, and warps.
 TALL, WIDE, WARPS = 64, {1: 128, 2: 64, 4: 64}, 4
@@ -30,10 +29,11 @@ PTX = {
 
 @triton.jit
 def _groups_kernel(
-    x, row_scale, offsets, q, scale, C, places, row_stride, column_stride, scale_stride,
+    x, row_scale, offsets, q, scale, stops, C, places, row_stride, column_stride, scale_stride,
     EXPERTS: tl.constexpr, MOST: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``program_id(1)`` of the rows of expert ``program_id(0)``. ``q``: four values each."""
+    """Columns ``program_id(1)`` of the rows of expert ``program_id(0)``. ``q``: four values each. ``stops``: where the
+    parts of the copy end."""
     expert = tl.program_id(0)
     # Where the expert's rows begin and end, and where its part of the copy begins: parts before it are padded.
     number = tl.arange(0, EXPERTS)
@@ -53,6 +53,7 @@ def _groups_kernel(
     factor = tl.div_rn(tl.full(top.shape, MOST, tl.float32), top)
     tl.store(scale + expert * C + column, _scale(top, MOST), mask=column < C)
     stop = begin + (end - begin + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE  # the places up to the next part are zeros
+    tl.store(stops + expert, to + stop - begin, mask=tl.program_id(1) == 0)
     four = tl.arange(0, TALL // 4)
     for first in tl.range(begin, stop, TALL):
         if PTX == "":
@@ -95,17 +96,17 @@ def launch(
     x, row_scale = unpack(x) if x.dtype == torch.uint8 else (x, None)
     (R, C), experts = x.shape, offsets.shape[0]
     q = x.new_empty(C, padded_rows(R, experts), dtype=dtype)
-    scale = x.new_empty(experts, C, dtype=torch.float32)
+    scale, ends = x.new_empty(experts, C, dtype=torch.float32), torch.empty_like(offsets)
     if 1 not in x.stride():
         x = x.clone(memory_format=torch.contiguous_format)
     wide = WIDE[x.element_size()]
     _groups_kernel[(experts, triton.cdiv(C, wide))](
-        x, row_scale, offsets, q.view(torch.int32), scale, C, q.shape[1], *x.stride(),
+        x, row_scale, offsets, q.view(torch.int32), scale, ends, C, q.shape[1], *x.stride(),
         0 if row_scale is None else row_scale.stride(0),
         EXPERTS=triton.next_power_of_2(experts), MOST=MOST[dtype], TALL=TALL, WIDE=wide,
         PTX="" if triton.knobs.runtime.interpret else PTX[dtype], num_warps=WARPS,
     )  # fmt: skip
-    return q, scale, padded_ends(offsets)
+    return q, scale, ends
 
 
 def launch_packed(x: torch.Tensor) -> torch.Tensor:

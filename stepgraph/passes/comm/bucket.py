@@ -14,7 +14,7 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 `overlap`. Only the graph's order changes. Matches: gathers of parameters and reductions of gradients. Before -> after:
     wait k, compute k, gather k + 1, wait k + 1 -> wait k, gather k + 1, compute k, wait k + 1
     reduce k, wait k, compute k + 1, reduce k + 1 -> reduce k, compute k + 1, reduce k + 1, wait k
-for regions k. A distance of d regions holds the parameters of d regions more, and the unreduced gradients of d: a
+for regions k; norms of gradients that do not need the last reduction are computed before the wait for it. A distance of d regions holds the parameters of d regions more, and the unreduced gradients of d: a
 collective holds what it reads until it is waited for, so waiting for all of them at the end would hold every gradient
 whole. Tier exact: every node keeps its operator and its inputs. Best after `bucket_collectives`.
 """
@@ -36,6 +36,7 @@ from stepgraph.graph.provenance import role_of, set_role
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
+_NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default)
 
 
 @register(
@@ -55,10 +56,13 @@ def overlap(step: StepGraph, options: object, report: PassReport) -> None:
     moved = list(step.graph.nodes)
     _prefetch(step, gathers)
     sink(step, reductions, distance=1)
+    early = _norms_early(step, reductions)
     report.changed = sum(a is not b for a, b in zip(moved, step.graph.nodes, strict=True))
     report.summary = (
         f"prefetches {len(gathers)} gathers by 1 region, delays {len(reductions)} waits for reductions by 1 region"
     )
+    if early:
+        report.notes.append(f"{early} norms of gradients during the last reduction")
     after = estimate_memory(step.graph).peak
     report.notes.append(f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after")
 
@@ -79,6 +83,15 @@ def _prefetch(step: StepGraph, gathers: list[Collective]) -> None:
                     if node > place:
                         place.append(node)
                         place = node
+
+
+def _norms_early(step: StepGraph, reductions: list[Collective]) -> int:
+    """Move norms of gradients that are there before the last wait for a reduction before it. How many."""
+    last = max((c.wait for c in reductions), default=None)
+    norms = [n for n in step.nodes("optimizer") if last and n.target in _NORMS and max(n.all_input_nodes) < last < n]
+    for node in norms:
+        last.prepend(node)
+    return len(norms)
 
 
 def _wait_late(wait: fx.Node) -> None:

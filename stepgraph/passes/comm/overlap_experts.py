@@ -13,20 +13,22 @@ Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, for tw
 Orders a stretch of nodes so that computation that can wait overlaps with collectives: list scheduling.
 
 Nodes are chosen one by one, on paper as `costs.timeline` runs them: first the ones that a collective still to
-start needs, so that it starts soon; then, while one is in flight, whatever does not need its result; its wait comes
-once it is there, or when nothing else is left. Among equals the order stays. What depends on each other, through memory
-that is written too, stays in order.
+start needs, in the order of the collectives, so that each starts soon; then, while one is in flight, whatever does not
+need its result; its wait comes once it is there, or when nothing else is left. Among equals the order stays. What
+depends on each other, through memory that is written too, stays in order.
 
 Source: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969 (list scheduling by priorities).
 """
 
 import heapq
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import fx
 
 from stepgraph.costs import links
@@ -34,10 +36,12 @@ from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import Timeline, assumed_seconds, assumed_timeline
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import WAIT, halves, operator_of, stage_of
-from stepgraph.graph.facts import is_mutating, is_overload, is_pure, is_random
+from stepgraph.graph.facts import is_mutating, is_overload, is_pointwise, is_pure, is_random, is_view, packet
 from stepgraph.graph.order import dependencies
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
+
+aten = torch.ops.aten
 
 
 class Travel(NamedTuple):
@@ -82,14 +86,12 @@ class _List:
         for node, found in before.items():
             for other in found:
                 self.after[other].append(node)
-        needed = [node for node in window if node in travels]
-        self.leads: set[fx.Node] = set()
-        while needed:
-            node = needed.pop()
-            if node not in self.leads:
-                self.leads.add(node)
-                needed += before[node]
-        self.ready: list[tuple[bool, int, fx.Node]] = []  # a heap: nodes that lead to a collective first
+        #: The place of the first collective that needs a node.
+        self.needed_by: dict[fx.Node, float] = {}
+        for node in reversed(window):
+            later = min((self.needed_by[other] for other in self.after[node]), default=math.inf)
+            self.needed_by[node] = min(later, self.index[node]) if node in travels else later
+        self.ready: list[tuple[float, int, fx.Node]] = []  # a heap: what the first collective needs first
         self.waiting: list[tuple[float, int, fx.Node]] = []  # a heap: waits by when their collective finishes
         self.now, self.free_at, self.ends = 0.0, defaultdict(float), {}
         self.order: list[fx.Node] = []
@@ -107,7 +109,7 @@ class _List:
         return self.order
 
     def _push(self, node: fx.Node) -> None:
-        heapq.heappush(self.ready, (node not in self.leads, self.index[node], node))
+        heapq.heappush(self.ready, (self.needed_by[node], self.index[node], node))
 
     def _offer(self, node: fx.Node) -> None:
         """``node`` may run: at once, or when its collective has finished."""
@@ -159,7 +161,7 @@ def overlap_experts(step: StepGraph, options: OverlapExpertsOptions, report: Pas
         return
     before, peak = assumed_timeline(step.graph), estimate_memory(step.graph).peak
     original = list(step.graph.nodes)
-    aliases, seconds = Aliases(step.graph), assumed_seconds(step.graph) | _waiting(step)
+    aliases, seconds = Aliases(step.graph), _where_read(step.graph, assumed_seconds(step.graph) | _waiting(step))
     windows = list(_windows(step, found, original))
     for window in windows:
         travels = {n: Travel(links.group_name(n), links.seconds(n)) for n in window if n in found}
@@ -191,6 +193,17 @@ def _waiting(step: StepGraph) -> dict[fx.Node, float]:
     """Seconds that computation waits for other collectives of activations, which stay where they are."""
     waits = (node for node in step.nodes() if node.target is WAIT)
     return {n: links.seconds(n.args[0]) for n in waits if (role := role_of(n)) and role.kind == "activation"}
+
+
+def _where_read(graph: fx.Graph, seconds: dict[fx.Node, float]) -> dict[fx.Node, float]:
+    """``seconds`` with those of what Inductor computes where it is first read at that place: such a node alone would
+    overlap with nothing."""
+    moved = dict(seconds)
+    for node in graph.nodes:
+        if node.users and (is_view(node) or (is_pure(node) and (is_pointwise(node) or packet(node) is aten.clone))):
+            first = min(node.users)
+            moved[first] = moved.get(first, 0.0) + moved.pop(node, 0.0)
+    return moved
 
 
 def _windows(step: StepGraph, exchanges: set[fx.Node], nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:

@@ -26,7 +26,7 @@ from torch import fx
 from stepgraph.costs.fp8 import cast_seconds, product_seconds, recast_seconds
 from stepgraph.graph.edit import Builder
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import leaves_rest, swapped
+from stepgraph.graph.facts import is_cast, leaves_rest, swapped
 from stepgraph.graph.provenance import phase_of, provenance
 from stepgraph.kernels.fp8.formats import MULTIPLE
 from stepgraph.kernels.moe.packed import E4M3
@@ -148,11 +148,19 @@ def _cast_where_made(rows: fx.Node, cast: fx.Node) -> bool:
 
 
 def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
-    """Values (E, N, K) and scales (E, N) of the transposes of ``weight`` (E, K, N)."""
+    """Values (E, N, K) and scales (E, N) of the transposes of ``weight`` (E, K, N). Of a weight that is rounded from
+    fp32, the rows are cast without the rounding, which takes one kernel instead of two; transposed, it is rounded again
+    where it is cast, and not kept."""
     straight = swapped(weight)
     key = ("weight", straight or weight, straight is not None, phase_of(build.place))
     if key not in casts:
-        x = build.contiguous(straight or build(aten.transpose.int, weight, 1, 2))
+        bf16 = straight or weight
+        source = bf16.args[0] if is_cast(bf16) and bf16.args[0].meta["val"].dtype == torch.float32 else None
+        if straight:
+            x = source or straight
+        else:
+            x = build(aten.transpose.int, weight if source is None else build.cast(source, torch.bfloat16), 1, 2)
+        x = build.contiguous(x)
         E, N, K = x.meta["val"].shape
         made = build(ours.cast_scaled_rows.default, build.view(x, (E * N, K)), E4M3, True, False)
         q, scale = build.parts(made, 0, 1)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.kernels.triton_tools import assert_no_spills, interpreted
 
@@ -15,8 +16,10 @@ def test_kernels_interpreted_as_ranks(tmp_path):
     assert interpreted(CHILD, tmp_path, []) == "done"
 
 
-@pytest.mark.parametrize("element", ["fp32", "bf16"])
-def test_no_configuration_spills(element):
+@pytest.mark.parametrize(
+    ("element", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("u8", torch.uint8)]
+)
+def test_no_configuration_spills(element, dtype):
     pytest.importorskip("triton")
     from stepgraph.kernels.comm import expert_rows_triton as kernels
 
@@ -25,17 +28,19 @@ def test_no_configuration_spills(element):
     kinds |= dict.fromkeys(("offsets", "there", "back"), "*i32") | {"row": "*i32"}
     tensors = [name for name, kind in kinds.items() if kind.startswith("*")]
     kinds |= dict.fromkeys(("n", "slots", "room", "D", "stride", "ranks", "rank", "first", "P", "E"), "i32")
-    for D, divided in ((33, tensors), (4096, [*tensors, "D", "stride"])):
-        tokens, block = kernels.configuration(D)
-        tile = {"TOKENS": tokens, "BLOCK": block}
+    whole = (2176 if element == "u8" else 4096, [*tensors, "D", "stride"])
+    for D, divided in (whole,) if element == "u8" else ((33, tensors), whole):  # packed rows are of whole 16 bytes
+        sent, taken = (
+            dict(zip(("TOKENS", "BLOCK"), kernels.configuration(n, torch.empty(1, D, dtype=dtype)), strict=True))
+            for n in (kernels.SENT, kernels.TAKEN)
+        )
         for indirect in (True, False):
-            sends = assert_no_spills(
-                kernels._send_kernel, kinds, {**tile, "INDIRECT": indirect}, kernels.WARPS, divided
-            )
+            constants = sent | {"INDIRECT": indirect, "STAGES": kernels.STAGES}
+            sends = assert_no_spills(kernels._send_kernel, kinds, constants, kernels.SEND_WARPS, divided)
             # Rows of whole 16 bytes leave 16 bytes at a time, although addresses come from a table.
-            assert ("st.global.v4.b32" in sends) == (D == 4096), D
+            assert ("st.global.v4.b32" in sends) == (D != 33), D
         for zero_rest in (True, False):
-            assert_no_spills(kernels._take_kernel, kinds, {**tile, "ZERO_REST": zero_rest}, kernels.WARPS, divided)
+            assert_no_spills(kernels._take_kernel, kinds, taken | {"ZERO_REST": zero_rest}, kernels.WARPS, divided)
     if element == "fp32":
         assert_no_spills(kernels._segments_kernel, kinds, {"SEGMENTS": 256}, 4, tensors)
         at_once = {"ROWS": kernels.ROWS, "AHEAD": kernels.AHEAD}

@@ -174,6 +174,7 @@ def test_no_configuration_spills(element):
     assert_no_spills(grouped_triton._zero_past_kernel, kinds, wide, grouped_triton.WARPS, tensors)
     sizes = dict.fromkeys(("C", "places", "row_stride", "scale_stride"), "i32")
     casts = {"x": pointer, "offsets": "*i32", "q": "*i32", "scale": "*fp32", "row_scale": "*fp32"} | sizes
+    casts["stops"] = "*i32"
     wide = scaled_triton.WIDE
     for experts in (8, 128):
         for x, own in ({"x": "*fp8e4nv"}, {"WIDE": wide[1]}), ({}, {"WIDE": wide[2], "row_scale": None}):

@@ -9,7 +9,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.collectives import WAIT
-from stepgraph.passes.comm.overlap_experts import Travel, reorder
+from stepgraph.passes.comm.overlap_experts import Travel, _where_read, reorder
 
 aten = torch.ops.aten
 BEGIN = aten.clone.default  # stands for a collective
@@ -60,6 +60,27 @@ def test_halves_and_a_shared_expert():
         *(a[0], a[1], b[0], b[1], shared[0], shared[1]),
         *(a[2], a[3], a[4], b[2], b[3], b[4], a[5], shared[2], shared[3], b[5], total),
     ]
+
+
+def test_a_chunk_leaves_as_soon_as_it_is_computed():
+    """As chunks of experts' tokens are written: both dispatches, the experts of both, both combines."""
+    p = Program()
+    x, weight = p.input(), p.input()
+    dispatched = [p.travel(p.call(aten.neg.default, x, takes=0.1), 2.0) for _ in "ab"]
+    cast = p.call(aten.cos.default, weight, takes=1.0)
+    computed = [p.call(aten.add.Tensor, there, cast, takes=3.0) for _, there in dispatched]
+    combined = [begin for begin, _ in [p.travel(rows, 2.0) for rows in computed]]
+    found = p.order()
+    wanted = [dispatched[1][0], cast, dispatched[0][1], computed[0], combined[0], computed[1], combined[1]]
+    assert [node for node in found if node in wanted] == wanted
+
+
+def test_what_a_compiler_computes_where_it_is_read_overlaps_there():
+    p = Program()
+    cast = p.call(aten._to_copy.default, p.input(), takes=1.0)
+    product = p.call(aten.mm.default, p.call(aten.t.default, cast), cast, takes=2.0)
+    p.graph.output(product)
+    assert _where_read(p.graph, p.seconds) == {product: 3.0}
 
 
 def test_gradients_of_weights_fill_what_backward_waits_for():

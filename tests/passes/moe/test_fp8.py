@@ -29,16 +29,18 @@ ours = torch.ops.stepgraph
 PRODUCTS = (ours.grouped_mm.default, ours.grouped_mm_weight.default)
 
 
-def products(dtype=torch.bfloat16, R=64, D=16, F=24):
-    """A step of a grouped product and both its gradients, on a fake GPU, with 4 experts."""
+def products(dtype=torch.bfloat16, R=64, D=16, F=24, master=False):
+    """A step of a grouped product and both its gradients, on a fake GPU, with 4 experts. ``master``: whose
+    weights are rounded from fp32."""
 
     def program(rows, weight, offsets):
+        weight = weight.to(dtype)
         y = ours.grouped_mm(rows, weight.mT, offsets)
         return y, ours.grouped_mm(y, weight, offsets), ours.grouped_mm_weight(y, rows, offsets)
 
     with FakeTensorMode():
         rows = torch.empty(R, D, dtype=dtype, device="cuda")
-        weight = torch.empty(4, F, D, dtype=dtype, device="cuda")
+        weight = torch.empty(4, F, D, dtype=torch.float32 if master else dtype, device="cuda")
         module = make_fx(program)(rows, weight, torch.empty(4, dtype=torch.int32, device="cuda"))
     for node in (
         n for n in module.graph.nodes if n.target in (ours.grouped_mm.default, ours.grouped_mm_weight.default)
@@ -113,6 +115,16 @@ def test_the_bits_of_products_that_are_cast_by_hand(recipe):
     counts = {"rowwise": 5, "rowwise-bf16-weight-gradients": 3}
     assert report.summary == f"{counts[recipe]} of 5 products of expert rows in fp8"
     assert not [n for n in report.notes if "by the recipe" not in n]
+
+
+def test_weights_in_fp32_are_cast_without_a_copy_in_bf16():
+    """Forward reads the weight itself; backward, which reads it transposed, rounds it anew."""
+    step = products(F=32, master=True)
+    run_passes(step, [get("fp8_experts", unprofitable=True)])
+    forward, backward = step.graph.find_nodes(op="call_function", target=ours.cast_scaled_rows.default)
+    (rounded,) = step.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    assert [n.args[0].meta["val"].dtype for n in (forward, backward)] == [torch.float32, torch.bfloat16]
+    assert forward < rounded < backward
 
 
 @pytest.mark.parametrize(
