@@ -100,14 +100,14 @@ class _Written:
         """The current stream waits for the flags of all ranks."""
         _kernels().wait(self.workspace.addresses, self.rank, channel)
 
-    def send(self, x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int) -> None:
+    def send(self, x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, narrow: bool) -> None:
         """On the second stream; what it reads is kept until the exchange ends."""
         self.kept, self.side_stream_busy = (x, order, to), True
         side = self.workspace.stream
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.wait(FREE)
-            _kernels().send(x, order, slots, to, room, self.workspace.addresses)
+            _kernels().send(x, order, slots, to, room, self.workspace.addresses, narrow)
             self.tell(COME[0])
 
     def share(self, row: Tensor) -> None:
@@ -165,11 +165,12 @@ def _launch_arrival(token: Tensor, like: Tensor, group_size: int, group_name: st
 
 @launching("rows_begin")
 def _launch_rows(
-    x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str
-) -> None:
+    x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str,
+    narrow: bool = False,
+) -> None:  # fmt: skip
     addresses = _addresses(x, group_size)
     _kernels().wait(addresses, 0, FREE)
-    _kernels().send(x, order, slots, to, came.shape[0], addresses)
+    _kernels().send(x, order, slots, to, came.shape[0], addresses, narrow)
     _kernels().tell(addresses, 0, COME[0])
 
 
@@ -209,18 +210,20 @@ def _counts_end(token: Tensor, counts: Tensor, group_size: int, group_name: str)
 
 
 @operator(
-    "rows_begin(Tensor x, Tensor? order, int slots, Tensor to, Tensor came, int group_size, str group_name) -> Tensor",
-    lambda x, *_: x.new_empty(1),
+    "rows_begin(Tensor x, Tensor? order, int slots, Tensor to, Tensor came, int group_size, str group_name, "
+    "bool narrow=False) -> Tensor",
+    lambda x, *_, **__: x.new_empty(1),
 )
 def _rows_begin(
-    x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str
-) -> Tensor:
+    x: Tensor, order: Tensor | None, slots: int, to: Tensor, came: Tensor, group_size: int, group_name: str,
+    narrow: bool = False,
+) -> Tensor:  # fmt: skip
     room = came.shape[0]
 
     def begin(group: dist.ProcessGroup, place: Place) -> Any:
         if _writes(x):
             written = _Written(group, place, room * x.shape[1] * x.element_size(), x.device)
-            written.send(x, order, slots, to, room)
+            written.send(x, order, slots, to, room, narrow)
             return written
         sent = _of_rank(to, room, group_size)
         parts = [x[at if order is None else order[at] // slots] for at in sent]

@@ -3,7 +3,7 @@
 ``addresses`` (2, P) int64: where the memory of each rank begins, and where its flags do; both are within reach of all.
 A flag is an int32 per channel and sending rank: 1 from when it is set until it is waited for.
 
-What sends takes few processors, and leaves the others to concurrent computation. What waits is one small program for
+What waits is one small program for
 each rank: where other kernels have all processors it starts when one of them ends, and none of them waits for it.
 """
 
@@ -15,9 +15,11 @@ from stepgraph.kernels.moe.rows_triton import tile_of
 
 Tensor = torch.Tensor
 WARPS = 8
-#: Bytes of a tile that is sent, the tiles of a program that are on their way at once, its warps, and how many programs
-#: send.
-SENT, STAGES, SEND_WARPS, SENDERS = 32768, 1, 16, 32
+#: How to send: bytes of a tile, warps of a program, and programs. WIDE takes the fewest seconds; products that run next
+#: to it wait for its processors. NARROW takes twice as long, on processors that torch's products of groups in fp8, whose
+#: clusters of four leave some of each part of an H200 idle, do not use (two H200s: 356 us of sending and 490 us of
+#: products take 513 us together).
+WIDE, NARROW = (32768, 8, 132), (65536, 32, 8)
 #: Bytes of a tile that is taken.
 TAKEN = 8192
 #: Rows that a program places, and how many segments it compares with them at once.
@@ -51,11 +53,11 @@ def _share_kernel(row, addresses, rank, n, BLOCK: tl.constexpr):
 @triton.jit
 def _send_kernel(
     x, order, to, addresses, n, slots, room, D, stride,
-    INDIRECT: tl.constexpr, STAGES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    INDIRECT: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Blocks of columns of some rows to where they go."""
     columns = tl.cdiv(D, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(n, TOKENS) * columns, tl.num_programs(0), num_stages=STAGES):
+    for tile in range(tl.program_id(0), tl.cdiv(n, TOKENS) * columns, tl.num_programs(0)):
         row = tile // columns * TOKENS + tl.arange(0, TOKENS)
         column = tile % columns * BLOCK + tl.arange(0, BLOCK)
         goes = tl.load(to + row, mask=row < n, other=-1)
@@ -166,17 +168,20 @@ def configuration(nbytes: int, x: Tensor) -> tuple[int, int]:
     return tile_of(nbytes // x.element_size(), x.shape[1])
 
 
-def send(x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, addresses: Tensor) -> None:
+def send(
+    x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, addresses: Tensor, narrow: bool = False
+) -> None:
     """Row r of (n,), which is ``x[order[r] // slots]``, or ``x[r]``, to ``to[r]``, which is ``rank * room + row``."""
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     n, D = to.shape[0], x.shape[1]
     if not (n and D and room):
         return
-    tokens, block = configuration(SENT, x)
+    nbytes, warps, senders = NARROW if narrow else WIDE
+    tokens, block = configuration(nbytes, x)
     tiles = triton.cdiv(n, tokens) * triton.cdiv(D, block)
-    _send_kernel[(min(tiles, SENDERS),)](
+    _send_kernel[(min(tiles, senders),)](
         x, order, to, addresses, n, slots, room, D, x.stride(0),
-        INDIRECT=order is not None, STAGES=STAGES, TOKENS=tokens, BLOCK=block, num_warps=SEND_WARPS,
+        INDIRECT=order is not None, TOKENS=tokens, BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 

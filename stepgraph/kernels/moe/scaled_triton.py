@@ -15,7 +15,7 @@ from stepgraph.kernels.fp8.formats import MOST, MULTIPLE, padded_rows
 from stepgraph.kernels.moe.packed import E4M3, new_packed, pack, unpack
 
 #: Rows of a tile, its columns by the bytes of a value, and warps.
-TALL, WIDE, WARPS = 64, {1: 128, 2: 64, 4: 64}, 4
+TALL, WIDE, WARPS = 128, {1: 128, 2: 64, 4: 64}, 8
 
 _MULTIPLE = tl.constexpr(MULTIPLE)
 _TWO = "cvt.rn.satfinite.{}x2.f32 "

@@ -35,13 +35,15 @@ from stepgraph.costs import links
 from stepgraph.costs.memory import estimate_memory
 from stepgraph.costs.timeline import Timeline, assumed_seconds, assumed_timeline
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.collectives import WAIT, halves, operator_of, stage_of
+from stepgraph.graph.collectives import ROWS_BEGIN, WAIT, halves, operator_of, stage_of
 from stepgraph.graph.facts import is_mutating, is_overload, is_pointwise, is_pure, is_random, is_view, packet
 from stepgraph.graph.order import dependencies
 from stepgraph.graph.provenance import phase_of, provenance, role_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
-aten = torch.ops.aten
+aten, ours = torch.ops.aten, torch.ops.stepgraph
+_IN_FP8 = (ours.grouped_scaled_mm.default, ours.grouped_scaled_mm_weight.default)
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, ours.grouped_mm, ours.grouped_mm_weight, ours.scaled_product)
 
 
 class Travel(NamedTuple):
@@ -166,6 +168,7 @@ def overlap_experts(step: StepGraph, options: OverlapExpertsOptions, report: Pas
     for window in windows:
         travels = {n: Travel(links.group_name(n), links.seconds(n)) for n in window if n in found}
         _place(window, reorder(window, aliases, seconds, travels))
+    narrow = _narrow(step, found)
     after = estimate_memory(step.graph).peak
     grown = f"peak memory about {peak / 2**20:.1f} MiB before, {after / 2**20:.1f} after"
     if after > (1 + options.memory) * peak:
@@ -175,6 +178,9 @@ def overlap_experts(step: StepGraph, options: OverlapExpertsOptions, report: Pas
         return
     report.changed = sum(a is not b for a, b in zip(original, step.graph.nodes, strict=True))
     report.summary = f"{report.changed} nodes moved around {len(found)} exchanges, in {len(windows)} stretches"
+    for node in narrow:
+        node.kwargs = {**node.kwargs, "narrow": True}
+    report.notes += [f"{len(narrow)} exchanges on processors that products in fp8 leave idle"] if narrow else []
     report.notes += _effects(step, found, before, assumed_timeline(step.graph))
     report.notes.append(grown)
 
@@ -193,6 +199,22 @@ def _waiting(step: StepGraph) -> dict[fx.Node, float]:
     """Seconds that computation waits for other collectives of activations, which stay where they are."""
     waits = (node for node in step.nodes() if node.target is WAIT)
     return {n: links.seconds(n.args[0]) for n in waits if (role := role_of(n)) and role.kind == "activation"}
+
+
+def _narrow(step: StepGraph, exchanges: set[fx.Node]) -> list[fx.Node]:
+    """The exchanges of rows during which the first products are products of expert rows in fp8."""
+    found, waiting = [], set[fx.Node]()
+    for node in step.graph.nodes:
+        if node in exchanges and node.target is ROWS_BEGIN:
+            waiting.add(node)
+        elif stage_of(node) in ("wait", "end"):
+            waiting.discard(node.args[0])
+        elif node.target in _IN_FP8:
+            found += waiting
+            waiting.clear()
+        elif packet(node) in _PRODUCTS:
+            waiting.clear()
+    return found
 
 
 def _where_read(graph: fx.Graph, seconds: dict[fx.Node, float]) -> dict[fx.Node, float]:

@@ -1,5 +1,6 @@
 """Exchanges of tokens' rows: the kernels, interpreted as several ranks, and compiled for sm_90 without spills."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,14 @@ def test_no_configuration_spills(element, dtype):
     kinds |= dict.fromkeys(("n", "slots", "room", "D", "stride", "ranks", "rank", "first", "P", "E"), "i32")
     whole = (2176 if element == "u8" else 4096, [*tensors, "D", "stride"])
     for D, divided in (whole,) if element == "u8" else ((33, tensors), whole):  # packed rows are of whole 16 bytes
-        sent, taken = (
+        wide, narrow, taken = (
             dict(zip(("TOKENS", "BLOCK"), kernels.configuration(n, torch.empty(1, D, dtype=dtype)), strict=True))
-            for n in (kernels.SENT, kernels.TAKEN)
+            for n in (kernels.WIDE[0], kernels.NARROW[0], kernels.TAKEN)
         )
-        for indirect in (True, False):
-            constants = sent | {"INDIRECT": indirect, "STAGES": kernels.STAGES}
-            sends = assert_no_spills(kernels._send_kernel, kinds, constants, kernels.SEND_WARPS, divided)
+        ways = [(wide, kernels.WIDE), (narrow, kernels.NARROW)][: 1 + (D != 33)]  # products in fp8 have no such rows
+        for indirect, (tile, (_, warps, _)) in product((True, False), ways):
+            constants = tile | {"INDIRECT": indirect}
+            sends = assert_no_spills(kernels._send_kernel, kinds, constants, warps, divided)
             # Rows of whole 16 bytes leave 16 bytes at a time, although addresses come from a table.
             assert ("st.global.v4.b32" in sends) == (D != 33), D
         for zero_rest in (True, False):

@@ -187,10 +187,8 @@ def test_no_configuration_spills(element):
     to |= dict.fromkeys(("experts", "F", "q_stride", "scale_stride"), "i32")
     itemsize = 2 if element == "bf16" else 4
     for F in (768, 1408, swiglu_triton.LONGEST):
-        for kernel, (block, warps) in (
-            (swiglu_triton._swiglu_rows_cast_kernel, swiglu_triton.cast_triton.row_configuration(F)),
-            (swiglu_triton._swiglu_rows_cast_backward_kernel, swiglu_triton.backward_configuration(F, itemsize)),
-        ):
+        block, warps = swiglu_triton.cast_configuration(F, itemsize)
+        for kernel in (swiglu_triton._swiglu_rows_cast_kernel, swiglu_triton._swiglu_rows_cast_backward_kernel):
             given = {name: kind for name, kind in to.items() if name in kernel.arg_names}
             assert_no_spills(kernel, given, {"MOST": 448.0, "BLOCK": block}, warps, [*given])
     if element == "fp32":

@@ -2,14 +2,15 @@
 
 import operator
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.collectives import WAIT
-from stepgraph.passes.comm.overlap_experts import Travel, _where_read, reorder
+from stepgraph.graph.collectives import ROWS_BEGIN, ROWS_END, WAIT
+from stepgraph.passes.comm.overlap_experts import Travel, _narrow, _where_read, reorder
 
 aten = torch.ops.aten
 BEGIN = aten.clone.default  # stands for a collective
@@ -81,6 +82,19 @@ def test_what_a_compiler_computes_where_it_is_read_overlaps_there():
     product = p.call(aten.mm.default, p.call(aten.t.default, cast), cast, takes=2.0)
     p.graph.output(product)
     assert _where_read(p.graph, p.seconds) == {product: 3.0}
+
+
+def test_exchanges_next_to_products_in_fp8_are_narrow():
+    p, ours = Program(), torch.ops.stepgraph
+    x, found = p.input(), []
+    for product in (ours.grouped_scaled_mm.default, aten.mm.default, None, ours.grouped_scaled_mm.default):
+        begin = p.call(ROWS_BEGIN, x)
+        if product:
+            p.call(product, x, x)
+        p.call(ROWS_END, begin, x)
+        found.append(begin)
+    p.call(ours.grouped_scaled_mm.default, x, x)  # after all
+    assert _narrow(SimpleNamespace(graph=p.graph), set(found)) == [found[0], found[3]]
 
 
 def test_gradients_of_weights_fill_what_backward_waits_for():
