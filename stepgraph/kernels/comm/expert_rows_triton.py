@@ -15,10 +15,10 @@ from stepgraph.kernels.moe.rows_triton import tile_of
 
 Tensor = torch.Tensor
 WARPS = 8
-#: How to send: bytes of a tile, warps of a program, and programs. WIDE takes the fewest seconds; products that run next
-#: to it wait for its processors. NARROW takes twice as long, on processors that torch's products of groups in fp8, whose
-#: clusters of four leave some of each part of an H200 idle, do not use (two H200s: 356 us of sending and 490 us of
-#: products take 513 us together).
+#: How to send: bytes of a tile, warps of a program, and programs. WIDE takes the least time; products that run at the
+#: same time wait for its processors. NARROW takes twice as long, on processors that torch's fp8 products of groups
+#: leave idle: their clusters of four do not fill every part of an H200. On two H200s 356 us of sending and 490 us of
+#: products take 513 us together.
 WIDE, NARROW = (32768, 8, 132), (65536, 32, 8)
 #: Bytes of a tile that is taken.
 TAKEN = 8192

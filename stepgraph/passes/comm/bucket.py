@@ -14,9 +14,10 @@ Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Pa
 `overlap`. Only the graph's order changes. Matches: gathers of parameters and reductions of gradients. Before -> after:
     wait k, compute k, gather k + 1, wait k + 1 -> wait k, gather k + 1, compute k, wait k + 1
     reduce k, wait k, compute k + 1, reduce k + 1 -> reduce k, compute k + 1, reduce k + 1, wait k
-for regions k; norms of gradients that do not need the last reduction are computed before the wait for it. A distance of d regions holds the parameters of d regions more, and the unreduced gradients of d: a
+for regions k. A distance of d regions holds the parameters of d regions more, and the unreduced gradients of d: a
 collective holds what it reads until it is waited for, so waiting for all of them at the end would hold every gradient
-whole. Tier exact: every node keeps its operator and its inputs. Best after `bucket_collectives`.
+whole. Norms of gradients that are there before the last wait are computed before it. Tier exact: every node keeps its
+operator and its inputs. Best after `bucket_collectives`.
 """
 
 import operator

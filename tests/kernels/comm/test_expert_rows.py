@@ -17,9 +17,7 @@ def test_kernels_interpreted_as_ranks(tmp_path):
     assert interpreted(CHILD, tmp_path, []) == "done"
 
 
-@pytest.mark.parametrize(
-    ("element", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("u8", torch.uint8)]
-)
+@pytest.mark.parametrize(("element", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("u8", torch.uint8)])
 def test_no_configuration_spills(element, dtype):
     pytest.importorskip("triton")
     from stepgraph.kernels.comm import expert_rows_triton as kernels
