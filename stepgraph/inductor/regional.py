@@ -15,6 +15,14 @@ test compares `WRITTEN` with the patterns of the installed torch. ``maximum(p, q
 cannot compare, -> ``logical_or(p, q)``; ``minimum(p, q)`` -> ``logical_and(p, q)``. ``x[randperm(n)]``, on which a
 pattern of torch 2.13 fails, -> what that pattern would make of it. ``x * 0``, of which Inductor makes 0 even where
 ``x`` is not finite, -> ``x * 0.0``.
+
+Values that eager rounds before they are read.
+
+Inductor drops a cast that a wider one follows, and computes in float32 what is of half precision: its kernels read a
+value before it is rounded. ``x.bfloat16().float() - x`` was 0, a compensated sum lost its compensation, and values
+compared unequal to what they were rounded to. It keeps arithmetic on bits. Before -> after: ``c = cast(x, bfloat16);
+cast(c, float32)`` -> ``c = cast(x, bfloat16); r = view(view(c, int16) | 0, bfloat16); cast(r, float32)``; likewise a
+half value that is stored in an input and read again, and the operands of a comparison, whose literal eager rounds too.
 """
 
 import itertools
@@ -29,8 +37,8 @@ from torch import fx
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
-from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import packet
+from stepgraph.graph.aliases import Aliases, written_arguments
+from stepgraph.graph.facts import is_mutating, is_view, packet
 from stepgraph.inductor.library import Compiled, Function, Use, compiled_once, is_compiled, note
 
 aten = torch.ops.aten
@@ -93,6 +101,97 @@ def _call(graph: fx.Graph, target: Any, operand: fx.Node, *args: Any, **kwargs: 
     with value.fake_mode, torch.no_grad():
         node.meta["val"] = target(value, *args, **kwargs)
     return node
+
+
+_HALF, _WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
+_COMPARISONS = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
+
+
+def keep_rounding(graph: fx.Graph) -> None:
+    """Let what can tell read the values of ``graph`` rounded."""
+    for node in [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]:
+        if packet(node) in _COMPARISONS:
+            _round_operands(graph, node)
+            continue
+        readers = [user for user in node.users if not _stores(user, node)]
+        if readers and (_is_narrowed(node) or _is_stored(node)):
+            with graph.inserting_before(node.next):
+                rounded = _rounded(graph, node, node.meta["val"].dtype)
+            for user in readers:
+                user.replace_input_with(node, rounded)
+
+
+def _stores(user: fx.Node, node: fx.Node) -> bool:
+    """Whether ``user`` writes ``node``, or writes it out as it is."""
+    copied = packet(user) is aten.copy_ and user.meta["val"].dtype == node.meta["val"].dtype
+    return copied or user.op == "output" or node in _written(user)
+
+
+def _is_narrowed(node: fx.Node) -> bool:
+    """Whether it is a cast, in which digits are lost, that is read in a wider type."""
+    made = node.meta["val"].dtype
+    if packet(node) is not aten._to_copy or made not in (*_HALF, torch.float32):
+        return False
+    return _holds(node.args[0], made) and any(_holds(user, made) for user in _users(node))
+
+
+def _holds(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a value has floating-point numbers that ``dtype`` has not."""
+    value = node.meta.get("val")
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return floats and torch.promote_types(value.dtype, dtype) != dtype
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads ``node`` or a view of it."""
+    for user in node.users:
+        yield from _users(user) if is_view(user) else (user,)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether it is of half precision and what an input becomes."""
+    writes = [node, *(user for user in node.users if packet(user) is aten.copy_ and user.args[1] is node)]
+    roots = {one for write in writes for one in map(_root, _written(write)) if one.op == "placeholder"}
+    return any(one.meta["val"].dtype == node.meta["val"].dtype in _HALF for one in roots)
+
+
+def _written(node: fx.Node) -> Sequence[fx.Node]:
+    return written_arguments(node) if is_mutating(node) else ()
+
+
+def _root(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        node = node.args[0]
+    return node
+
+
+def _round_operands(graph: fx.Graph, node: fx.Node) -> None:
+    """Let a comparison read what is of half precision, or was before it was cast, as eager rounds it."""
+    first, other = node.args
+    if not isinstance(other, fx.Node) and _dtype(first) in _HALF:
+        node.update_arg(1, torch.tensor(other, dtype=_dtype(first)).item())
+    for operand in node.all_input_nodes:
+        source = operand
+        while (is_view(source) or packet(source) is aten._to_copy) and _dtype(source) in _WIDE:
+            source = source.args[0]
+        if source.op != "placeholder" and _dtype(source) in _HALF:
+            with graph.inserting_before(node):
+                node.replace_input_with(operand, _rounded(graph, operand, _dtype(source)))
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    """The dtype of the node's tensor, or of its first."""
+    value = node.meta["val"]
+    return getattr(value[0] if isinstance(value, (list, tuple)) else value, "dtype", None)
+
+
+def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``node`` rounded to ``dtype``: a new node, where the caller inserts nodes."""
+    given = node.meta["val"].dtype
+    node = node if given == dtype else _call(graph, aten._to_copy.default, node, dtype=dtype)
+    bits = _call(graph, aten.view.dtype, node, torch.int16 if dtype.itemsize == 2 else torch.int32)
+    node = _call(graph, aten.view.dtype, _call(graph, aten.bitwise_or.Scalar, bits, 0), dtype)
+    return node if given == dtype else _call(graph, aten._to_copy.default, node, dtype=given)
 
 
 KEY = "stepgraph_region"
@@ -352,6 +451,7 @@ def _extract(piece: Piece) -> fx.GraphModule:
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
     _reshape(graph)
     write_arguments(graph)
+    keep_rounding(graph)
     return compat.lazy_graph_module(attributes, graph)
 
 

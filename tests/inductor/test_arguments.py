@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.inductor.regional import WRITTEN, write_arguments
+from stepgraph.inductor.regional import WRITTEN, keep_rounding, write_arguments
 
 aten = torch.ops.aten
 
@@ -162,3 +162,59 @@ def test_indices_of_rows_that_are_not_there_are_still_checked(drawn, operator):
     graph = make_fx(lambda x: x[torch.randperm(drawn)], tracing_mode="fake")(torch.empty(6, 8)).graph
     write_arguments(graph)
     assert operator in {node.target for node in graph.nodes}
+
+
+def compensated(p, c, u):
+    """Kahan's sum in half precision, as optimizers write it in place."""
+    c.add_(u)
+    before = p.clone()
+    p.add_(c)
+    c.add_(before.sub_(p))
+    return p
+
+
+def stored(p, c, u):
+    new = p + (c + u)
+    lost = (c + u) - (new - p)
+    p.copy_(new)
+    c.copy_(lost)
+    return new * 2
+
+
+@pytest.mark.parametrize(("function", "rounded"), [(compensated, 2), (stored, 1)])
+def test_what_an_input_becomes_is_read_as_it_is_stored(function, rounded):
+    p, c, u = torch.randn(3, 8).bfloat16().mul_(torch.tensor([[1.0], [1e-3], [1e-3]])).unbind()
+    module = make_fx(function, tracing_mode="fake")(p, c, u)
+    expected = [p.clone(), c.clone(), u]
+    expected.append(module(*expected))
+    keep_rounding(module.graph)
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)) == rounded
+    torch.testing.assert_close([p, c, u, module(p, c, u)], expected, rtol=0, atol=0)
+
+
+def test_what_is_compared_is_rounded_as_floats_alone():
+    def function(x):
+        half = x.bfloat16()
+        return (
+            half.view(torch.int16) > 3,
+            half.float().split(2)[0] >= 0.1,
+            half != 0.1,
+            half.float().view(torch.int32) < 7,
+        )
+
+    x = torch.randn(4, 8)
+    module = make_fx(function, tracing_mode="fake")(x)
+    keep_rounding(module.graph)
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)) == 3
+    torch.testing.assert_close(module(x), function(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_that_no_wider_operator_reads_stay(dtype):
+    product = lambda x, w: ((x.to(dtype) @ w.to(dtype)).relu() * 2).float() > 0.3  # noqa: E731
+    graph = make_fx(product, tracing_mode="fake")(torch.empty(4, 4), torch.empty(4, 4)).graph
+    keep_rounding(graph)
+    found = graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)
+    assert len(found) == (dtype is torch.bfloat16)  # the comparison's operand alone

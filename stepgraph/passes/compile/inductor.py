@@ -76,9 +76,6 @@ _NEAR_ZERO += (aten.elu, aten.elu_, aten.selu, aten.selu_, aten.celu, aten.celu_
 #: Operators that Inductor decomposes into others that give numbers where eager gives NaN.
 _WITHOUT_NAN = (aten.softshrink, aten.smooth_l1_loss_backward, aten.logit_backward)
 
-_COMPARISONS = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
-_HALF = (torch.bfloat16, torch.float16)
-
 _SHIFTS = (aten.__lshift__, aten.__rshift__, aten.bitwise_left_shift, aten.bitwise_right_shift)
 _SHIFTS += (aten.__ilshift__, aten.__irshift__, aten.bitwise_left_shift_, aten.bitwise_right_shift_)
 
@@ -412,17 +409,7 @@ def differs_at_the_ends(node: fx.Node) -> str | None:
         return "Inductor gives NaN for 0"
     if kind in (aten.addmm, aten.addmm_) and argument(node, "beta") == 0:
         return "Inductor multiplies by beta=0 a tensor that eager does not read"
-    if kind in _COMPARISONS and len(node.all_input_nodes) == 2 and any(map(_was_half, node.all_input_nodes)):
-        # As in the gradient of amax, where no element would be the largest.
-        return "Inductor compares a value before it is rounded with one that was"
     return None
-
-
-def _was_half(node: fx.Node) -> bool:
-    """Whether the values are of half precision, or were before they were cast."""
-    while (is_view(node) or packet(node) is aten._to_copy) and node.meta["val"].dtype not in _HALF:
-        node = node.args[0]
-    return node.meta["val"].dtype in _HALF
 
 
 def differs_on_gpu(node: fx.Node) -> str | None:

@@ -93,7 +93,18 @@ def comparisons_of_rounded_values(w, b, x):
         y = (x * 1.375).bfloat16()
         most = y.amax(dim, keepdim=True)
         b.add_((y >= most) + (y < most) * 4.0 + (y.float() > most.float()) * 16.0)
+    tenths = ((x * 5).round() / 10).bfloat16()
+    b.add_(
+        (tenths == 0.1) + (tenths > 0.3) * 4.0 + (tenths.half() <= 0.2) * 16.0 + (tenths.clamp(max=0.7) == 0.7) * 64.0
+    )
     return (w * x).sum()
+
+
+def what_a_cast_loses(w, b, x):
+    high = (w * x).bfloat16()
+    low = (w * x - high.float()).half()
+    b.copy_(low + (x.double() - x.double().float().double()) + (x - x.bfloat16()) * 1e3)
+    return (high.float() + low.float() * 1e3).sum()
 
 
 def diagonals_of_a_copy(w, b, x):
@@ -118,6 +129,7 @@ CASES = {
     functions_near_zero: (4, 37),
     values_at_the_ends: (4, 37),
     comparisons_of_rounded_values: (64, 96),
+    what_a_cast_loses: (4, 37),
     diagonals_of_a_copy: (4, 37),
     products_with_zero: (4, 8),
 }
