@@ -17,10 +17,8 @@ def read_config(path: Path, preset: str | None, init_from_hf: str | None = None)
     the file, it is the default for fine-tuning that folder.
 
     A TOML file sets options by name, the model's in a table ``[model]``, and may set ``preset``. A run's config.json
-    has every option but the run's folder; the options that differ from its preset count as set.
-
-    Raises:
-        ValueError: one line; a file that cannot be read, an unknown option or preset, a bad value.
+    has every option but the run's folder; the options that differ from its preset count as set. Raises ``ValueError``:
+    one line; a file that cannot be read, an unknown option or preset, a bad value.
     """
     values = _parsed(path)
     try:

@@ -97,11 +97,8 @@ Factor = Callable[[Any, torch.device], Tensor]
 
 
 def call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], factor: Factor, is_number: Callable) -> Any:
-    """What ``func`` gives for arguments with numbers, which ``is_number`` names, in other operators.
-
-    Raises:
-        CaptureError: no other operator gives the same bits.
-    """
+    """What ``func`` gives for arguments with numbers, which ``is_number`` names, in other operators. Raises
+    ``CaptureError``: no other operator gives the same bits."""
     name = func._schema.name.removeprefix("aten::")
     if not name.startswith("_foreach_"):
         return _one(name, args, kwargs, factor, is_number, False)

@@ -30,10 +30,7 @@ def open_data(
     data: str = "stdlib", tokenizer: str = "bytes", text_field: str = "text", row: int | None = None
 ) -> DataBundle:
     """Opens what ``--data``, ``--tokenizer`` and ``--text-field`` name. ``row``: tokens that conversations are cut to.
-
-    Raises:
-        ValueError: one line; an unknown form, or a missing, empty or corrupt file.
-    """
+    Raises ``ValueError``: one line; an unknown form, or a missing, empty or corrupt file."""
     opened = open_tokenizer(tokenizer)  # first: a wrong name should not wait for a large file
     parts = open_parts(data, text_field)
     source = parts[0].source

@@ -176,9 +176,7 @@ def validation_batches(
     Batches are as in ``PackedLoader``, in a fixed mixed order of documents that no seed changes, so that losses of
     different runs compare. Batch k of rank r is batch ``k * world_size + r`` of the whole: every rank gets the same
     number, none of them shared. Each rank tokenizes the whole; keep the list, do not call this at each validation.
-
-    Raises:
-        ValueError: too little text for one batch per rank.
+    Raises ``ValueError``: too little text for one batch per rank.
     """
     stream = stream_of(tokenizer.eos_id, seq_len if source.chat else None, pairs=source.pairs)
     pieces, size = [stream.open()], batch_size * seq_len

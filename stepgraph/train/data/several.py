@@ -35,12 +35,8 @@ class Part:
 
 def open_parts(data: str, text_field: str = "text") -> list[Part]:
     """The parts of ``data``: ``NAME:WEIGHT,...`` is a mixture; ``NAME,...`` and patterns such as ``*.jsonl.gz`` are one
-    source of several files. NAME: as `open_source` takes it, or such a pattern.
-
-    Raises:
-        ValueError: one line; weights that are not above 0 or that some parts lack, a pattern that no file has, and what
-        `open_source` refuses.
-    """
+    source of several files. NAME: as `open_source` takes it, or such a pattern. Raises ``ValueError``: one line;
+    weights that are not above 0 or that some parts lack, a pattern that no file has, and what `open_source` refuses."""
     words = [data] if os.path.exists(data) else data.split(",")
     if text_field != "text" and all(re.fullmatch(r"stdlib|.*\.txt(\.gz)?", _plain(word), re.I) for word in words):
         what = "loss=dpo reads preference pairs" if text_field == PAIR else f"text_field={text_field} names a field"
@@ -174,14 +170,12 @@ def _names(words: list[str]) -> list[str]:
 
 
 def open_source(data: str, text_field: str = "text") -> Corpus:
-    """What one name of ``--data`` means: ``stdlib``, ``FILE.jsonl``, ``FILE.txt``, ``FILE.parquet``, ``hf:NAME``
-    or ``hf-stream:NAME``.
+    """What one name of ``--data`` means: ``stdlib``, ``FILE.jsonl``, ``FILE.txt``, ``FILE.parquet``, ``hf:NAME`` or
+    ``hf-stream:NAME``.
 
     ``text_field`` is the field or column with the text, in jsonl and parquet files and in data sets. The first document
-    is read here, so that a wrong field or kind of file raises at once.
-
-    Raises:
-        ValueError: one line, for a missing, empty or corrupt file, a missing package, and any other form.
+    is read here, so that a wrong field or kind of file raises at once. Raises ``ValueError``: one line, for a missing,
+    empty or corrupt file, a missing package, and any other form.
     """
     if data == "stdlib":
         return Stdlib()

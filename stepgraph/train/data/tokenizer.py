@@ -61,12 +61,10 @@ class JsonTokenizer:
     """A ``tokenizer.json`` of the Hugging Face ``tokenizers`` library.
 
     No special tokens are added, and text that merely spells one (``</s>`` in a document) is encoded as plain text, so
-    the end-of-text id appears in a stream only where a document ends. It is the first of `END_OF_TEXT_NAMES`
-    in the vocabulary, else ``eos_token`` of ``tokenizer_config.json``. Truncation and padding saved in the file are
-    disabled: they would drop tokens, or add some.
-
-    Raises:
-        ValueError: the file is missing, is not a tokenizer, or has no end-of-text token.
+    the end-of-text id appears in a stream only where a document ends. It is the first of `END_OF_TEXT_NAMES` in the
+    vocabulary, else ``eos_token`` of ``tokenizer_config.json``. Truncation and padding saved in the file are disabled:
+    they would drop tokens, or add some. Raises ``ValueError``: the file is missing, is not a tokenizer, or has no
+    end-of-text token.
     """
 
     def __init__(self, path: str | Path):
@@ -137,11 +135,8 @@ def _checked_ids(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``--tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``.
-
-    Raises:
-        ValueError: a different form, or a file that is missing or is not a tokenizer.
-    """
+    """The tokenizer that ``--tokenizer`` names: ``bytes``, or the path of a ``tokenizer.json``. Raises ``ValueError``:
+    a different form, or a file that is missing or is not a tokenizer."""
     if name == "bytes":
         return ByteTokenizer()
     if Path(name).is_dir():

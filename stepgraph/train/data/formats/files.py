@@ -197,10 +197,7 @@ def _text_spans(text: mmap.mmap) -> list[tuple[int, int]]:
 
 def unpacked(path: Path) -> Path:
     """A copy of ``path`` without its ``.gz``, kept next to the token caches and made again when ``path`` is written to.
-
-    Raises:
-        ValueError: one line; it is no such file, or there is no room for the copy.
-    """
+    Raises ``ValueError``: one line; it is no such file, or there is no room for the copy."""
     facts = path.stat()
     key = f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}"
     folder = default_folder().with_name("unpacked") / hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
