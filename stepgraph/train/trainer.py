@@ -310,7 +310,7 @@ class Run:
             finished = self.step == self.config.steps
             if finished:
                 self.ranks.first(lambda: self.saving.checkpointer.finish(evict=not self.finite.in_a_row))
-                with Waiting(self.say, "last validation"):
+                with Waiting(self.say, "the last validation"):
                     self._validate()
             if finished and self.config.export_hf is not None:
                 self.watch.at("the export", limited=False)

@@ -6,7 +6,7 @@ function budgetPart() {
   const total = (of, key) => sum(of.map((c) => c.graph.calls * c[key])), away = moved.filter((c) => !c.back), back = moved.filter((c) => c.back);
   const least = found && found.curve[found.curve.length - 1];
   return part("budget", "Budget",
-    el("p.muted", {}, "What the step gives up to peak where it was asked to, in one step of one rank, as forecast."),
+    el("p.muted", {}, "What it costs to meet the requested peak: a forecast of one step on one rank."),
     figures([
       ["peak asked for", found && bytes(found.asked)], ["expected", found && bytes(found.chosen[0])],
       ["added to the step", found && (seconds(found.chosen[1]) || "nothing"), "next to keeping everything"],

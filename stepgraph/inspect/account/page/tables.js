@@ -242,7 +242,7 @@ function collectivesPart() {
       [...tr.children].forEach((cell, k) => { cell.dataset.title = k && k < 6 ? columns[k][0] : ""; });
       return tr;
     };
-    box.replaceChildren(el("p.muted", {}, "The longest waits come first. A row of several shows the sums, and the reason of the worst of them. Bytes are of the whole tensor."),
+    box.replaceChildren(el("p.muted", {}, "The longest waits come first. A row with several collectives shows their sums, and the reason for the longest wait. Bytes count the whole tensor."),
       table(columns, alikeCollectives(graph).map((row) => row.members), line, 20));
   });
   return section;
