@@ -69,7 +69,7 @@ class Qwen3MoE(MoEDecoder):
 
 
 def qwen3_30b_a3b() -> Qwen3MoEConfig:
-    """Qwen3-30B-A3B: 30,532,122,624 parameters, 3.3B of them active."""
+    """Qwen3-30B-A3B: 30,532,122,624 parameters, 3.4B of them active."""
     return Qwen3MoEConfig(
         dim=2048,
         n_layers=48,

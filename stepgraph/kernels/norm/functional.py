@@ -1,17 +1,4 @@
-"""Public functions: RMS and layer norm, the norms of q and k; kernels on CUDA, plain torch elsewhere.
-
-Common to all, with ``x`` (..., N) float16, bfloat16 or float32 and any strides whose last is 1:
-
-    weight, bias  (N,), or (H, N) per head for x (..., H, N); dtype independent of x, the same for both
-    residual      shape of x, any of the three dtypes: h = x + residual, rounded to residual's dtype, is normalized
-    prenorm       return h as well; its gradient is added to that of x and residual inside the backward kernel
-    eps           added to the mean square or variance; None is the machine epsilon of the dtype computed in (float32)
-    weight_offset added to the weight in float32; 1.0 for weights stored as a difference from one (Gemma)
-
-Computed in float32, rounded once at the end. Gradients are bitwise reproducible, and may be differentiated again
-(by torch, slowly); forward mode is not supported. Float64 works except on CUDA. Autocast has no effect: pass
-``out_dtype``.
-"""
+"""Public functions: RMS and layer norm, the norms of q and k; kernels on CUDA, plain torch elsewhere."""
 
 import torch
 
@@ -34,8 +21,21 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y = h / sqrt(mean(h^2) + eps) * (weight + weight_offset) + bias over the last dimension, h = x + residual.
 
-    Arguments as above. Returns y, shape of x in ``out_dtype`` (that of x by default), or ``(y, h)`` with ``prenorm``;
-    without a residual h is x. Raises ``ValueError`` for shapes, dtypes, devices or strides that are not allowed.
+    Computed in float32, rounded once at the end. Gradients are bitwise reproducible, and may be differentiated again
+    (by torch, slowly); forward mode is not supported. Float64 works except on CUDA. Autocast has no effect: pass
+    ``out_dtype``.
+
+    Args:
+        x: (..., N) float16, bfloat16 or float32, with any strides whose last is 1.
+        weight, bias: (N,), or (H, N) per head for x (..., H, N); any of the three dtypes, the same for both.
+        residual: shape of x, any of the three dtypes: h, rounded to the residual's dtype, is normalized.
+        eps: added to the mean square; None: the machine epsilon of float32.
+        weight_offset: added to the weight in float32; 1.0 for weights stored as a difference from one (Gemma).
+        out_dtype: dtype of y; None: that of x.
+        prenorm: return ``(y, h)``; h's gradient is added to that of x and residual inside the backward kernel.
+
+    Returns y, of the shape of x, or ``(y, h)``; without a residual h is x.
+    Raises ``ValueError`` for shapes, dtypes, devices or strides that are not allowed.
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     return derivatives.norm("rms", x, weight, bias, residual, eps, weight_offset, out_dtype, prenorm)

@@ -33,11 +33,11 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramet
 def quantize_experts(
     model: nn.Module, kind: str, *, skip: Collection[str] = (), device: torch.device | None = None, back: bool = False
 ) -> tuple[dict[str, QuantizedWeight], str]:
-    """Replace the frozen weights of experts in ``model``, but those at the paths ``skip``, by their bits.
+    """Quantize the frozen weights of experts in ``model``, except those at the paths ``skip``.
 
-    Weights are floating parameters of three dimensions, one an expert, in or below a module named ``experts``; the
-    other arguments are those of `quantize_linear`. Call it after `peft` has added its adapters. Returns
-    the new weights by the paths of the old, and a line about weights that are left unchanged, empty without any.
+    Weights are floating parameters of three dimensions, the first of experts, in or below a module named ``experts``;
+    the other arguments are those of `quantize_linear`. Call it after `peft` has added its adapters. Returns the new
+    weights by the paths of the old, and a line about weights that are left unchanged, empty without any.
     """
     if kind not in _KINDS:
         raise unknown_name("quantize", kind, _KINDS)

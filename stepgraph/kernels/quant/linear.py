@@ -66,7 +66,7 @@ def _sum_rows(dy: Tensor, wanted: bool) -> Tensor | None:
 
 
 class QuantizedLinear(QuantizedWeight, nn.Linear):
-    """A linear layer with such a weight, (out_features, in_features).
+    """A linear layer with a quantized weight, (out_features, in_features).
 
     x (..., in_features) in a floating dtype -> (..., out_features) in the same, or in autocast's; the weight is
     dequantized to it. A cast of the module reaches its bias alone.
@@ -98,11 +98,11 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
 
 
 class Nf4Linear(QuantizedLinear, Nf4Weight):
-    """In NF4 with double quantization. Its ``state_dict`` has bitsandbytes' names."""
+    """A linear layer whose weight is in NF4 with double quantization. Its ``state_dict`` has bitsandbytes' names."""
 
 
 class Fp8Linear(QuantizedLinear, Fp8Weight):
-    """In float8_e4m3fn with a scale for each row.
+    """A linear layer whose weight is in float8_e4m3fn with a scale for each row.
 
     A bf16 product on a GPU with fp8 is one in fp8 (sizes are multiples of 16): x, and in backward dy, are cast by rows.
     Elsewhere the weight is dequantized.
@@ -121,9 +121,9 @@ KINDS: dict[str, type[QuantizedLinear]] = {"nf4": Nf4Linear, "fp8": Fp8Linear}
 def quantize_linear(
     model: nn.Module, kind: str, *, skip: Collection[str] = (), device: torch.device | None = None, back: bool = False
 ) -> list[str]:
-    """Replace the frozen form of every ``nn.Linear`` in ``model`` but those at the paths ``skip``; their paths.
+    """Quantize and freeze every ``nn.Linear`` in ``model``, except those at the paths ``skip``; returns their paths.
 
-    ``kind``: ``nf4`` or ``fp8``. One after another goes to ``device`` and is quantized there, and its old weight is
+    ``kind``: ``nf4`` or ``fp8``. Each layer in turn is moved to ``device`` and quantized there, and its old weight is
     freed: a GPU holds one of them whole at a time. ``back``: the layer returns to where it was, to be sharded.
     A weight that another module shares (a tied embedding) stays.
     Raises ``ValueError`` where there is nothing to quantize.

@@ -58,7 +58,7 @@ class QuantizedWeight(nn.Module):
 
 
 class Nf4Weight(QuantizedWeight):
-    """In NF4 with double quantization (`stepgraph.kernels.quant.nf4`). Its ``state_dict`` has bitsandbytes' names."""
+    """A weight in NF4 with double quantization, see `nf4`. Its ``state_dict`` has bitsandbytes' names."""
 
     kind = "nf4"
 
@@ -117,7 +117,7 @@ class Nf4Weight(QuantizedWeight):
 
 
 class Fp8Weight(QuantizedWeight):
-    """In float8_e4m3fn with a scale for each row, fp32 of the shape without its last dimension, in ``weight_scale``."""
+    """A weight in float8_e4m3fn with a scale per row: ``weight_scale``, fp32, the shape without its last dimension."""
 
     kind = "fp8"
 
