@@ -489,13 +489,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             if _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator):
                 raise ValueError("over several GPUs a captured step clips shards: restore accelerator.clip_grad_norm_")
             self._clip_once(ranks.clip)
-        if not self._apart and self.is_world_process_zero():
-            logger.warning(
-                "%s: each has a graph of its gradients, clipped and applied in eager mode; %s for one graph per step",
-                why,
-                fix,
-            )
-        losses, key = [], (count, self._class)
+        first, losses, key = not self._apart, [], (count, self._class)
         if key not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
             self._apart[key] = capture(model, loss_fn, microbatches[0], passes=self._passes, replay=self._mesh is None)
@@ -503,6 +497,12 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             losses.append(self._apart[key](batch))
             self._keep_metrics(self._apart[key])
             self._store(self._apart[key])
+        if first and self.is_world_process_zero():
+            logger.warning(
+                "%s: each has a graph of its gradients, clipped and applied in eager mode; %s for one graph per step",
+                why,
+                fix,
+            )
         return self._add_up(torch.stack(losses).sum(), losses)
 
     def _keep_metrics(self, step: CapturedStep) -> None:

@@ -183,7 +183,7 @@ def test_an_optimizer_that_no_graph_can_have_updates_in_eager_mode(tmp_path, cap
     assert ends[1][1].captured is None
 
 
-def test_an_error_of_the_loss_is_not_taken_for_the_optimizers(tmp_path):
+def test_an_error_of_the_loss_is_not_taken_for_the_optimizers(tmp_path, caplog):
     class Reads:
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             loss = model(**inputs).loss
@@ -191,6 +191,7 @@ def test_an_error_of_the_loss_is_not_taken_for_the_optimizers(tmp_path):
 
     with pytest.raises(CaptureError, match="reads a value of the step in Python, and the loss depends on it"):
         of_kind(Reads, output_dir=str(tmp_path))
+    assert "in eager mode" not in caplog.text
 
 
 class Preferred:
