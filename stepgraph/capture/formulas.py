@@ -145,14 +145,26 @@ class EagerFormulas(TorchFunctionMode):
         return special(func, *args, **kwargs)
 
 
-def _ctc_loss(func: Any, log_probs: Any, targets: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Lengths that are plain numbers as tensors: torch would write the numbers into a tensor of the trace."""
-
-    def lengths(value: Any) -> Any:
-        return torch.tensor(value, dtype=torch.long) if isinstance(value, (tuple, list)) else value
-
-    kwargs = {name: lengths(value) for name, value in kwargs.items()}
-    return func(log_probs, targets, *map(lengths, args), **kwargs)
+def _ctc_loss(
+    func: Any,
+    log_probs: Any,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str | int = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Lengths that are plain numbers as tensors: torch would write the numbers into a tensor of the trace. It divides
+    losses on a GPU by lengths on the host only outside of a trace."""
+    of_inputs, of_targets = (
+        torch.tensor(lengths, dtype=torch.long) if isinstance(lengths, (tuple, list)) else lengths
+        for lengths in (input_lengths, target_lengths)
+    )
+    is_mean = reduction in ("mean", 1) and of_targets.device != log_probs.device
+    reduction = ("none" if func is nn.functional.ctc_loss else 0) if is_mean else reduction
+    losses = func(log_probs, targets, of_inputs, of_targets, blank, reduction, zero_infinity)
+    return (losses / of_targets.to(losses.device).clamp(min=1)).mean() if is_mean else losses
 
 
 def _gaussian_nll_loss(func: Any, x: Tensor, target: Tensor, var: Any, *args: Any, **kwargs: Any) -> Tensor:
