@@ -106,9 +106,9 @@ def _command(_, words):
 def test_the_page_of_a_preset_shows_a_stage_and_what_every_stage_costs(tmp_path):
     words = ["--mesh", "pp=2,fsdp=2", "--accumulate", "2", "--seq-len", "32", "--inductor", "off", "--split", "0,1"]
     files = {"html": tmp_path / "page.html", "text": tmp_path / "graphs.txt"}
-    words = ["inspect", "llama3-debug", *words, "--stage", "1", *(f"--{k}={v}" for k, v in files.items())]
+    words += ["--stage", "1", "--model.n-layers", "4", *(f"--{k}={v}" for k, v in files.items())]
     # In a process of its own: it stands for another rank than tests after it, see `in_fake_world`.
-    on_processes(1, _command, (words,))
+    on_processes(1, _command, (["inspect", "llama3-debug", *words],))
     made = read_page(files["html"])
     names = [graph["name"] for graph in made["graphs"]]
     assert {"forward.1", "backward.1", "gather.1", "send_backward.1", "update"} < {*names}

@@ -186,10 +186,8 @@ def crash_everywhere(folder: Path) -> None:
             status = os.waitpid(child, 0)[1]
             assert status in (0, signal.SIGKILL), status
             ended = status == 0
-            for visible in run.glob("step-*"):  # none is half written, none half deleted
-                check(visible)
-            latest = Checkpointer(run).latest()
-            found = check(latest) if latest else None
+            checked = {visible: check(visible) for visible in run.glob("step-*")}  # none half written or half deleted
+            found = checked.get(Checkpointer(run).latest())
             assert found in ([step] if ended else [step, max(earlier, default=None)]), (scene, moment, found)
             Checkpointer(run, keep=2).save(40, small(40))
             assert len(names(run)) <= 2 and all(len(n) == len("step-00000040") for n in names(run)), names(run)
