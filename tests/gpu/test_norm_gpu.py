@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from stepgraph import kernels
 from stepgraph.kernels.norm.spec import Norm
 from stepgraph.kernels.norm.triton import workspace
-from stepgraph.kernels.norm.triton.config.limits import Config, Problem, fits, hardware
-from stepgraph.kernels.norm.triton.config.select import select
+from stepgraph.kernels.norm.triton.config.limits import Config
 from tests.kernels.norm import backend as triton_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -146,20 +145,15 @@ def test_forward_and_backward(kind, shape, dtype, weight_dtype, options):
         close(name, value, want, size if name == "dx" else None)
 
 
-@pytest.mark.parametrize("finish", ["grid", "launch"])
 @pytest.mark.parametrize("shape", [(4096, 256), (3000, 2048), (5000, 5120), (300, 32768)])
-def test_every_way_to_finish_the_sums(shape, finish):
+def test_sums_over_rows_have_the_same_bits_everywhere(shape):
     torch.manual_seed(0)
     x, dy = rows(shape, BF16), rows(shape, BF16)
     weight = torch.ones(shape[-1], dtype=BF16, device="cuda")
     rstd = (x.float().square().mean(-1) + EPS).rsqrt()
-    m, n = shape
-    problem = Problem(True, m, n, 1, (2, 2), (2,), False, 1, 1, 2)
-    config: Config = replace(select(problem, hardware(0)), finish=finish)
-    assert fits(problem, config, hardware(0))
     norm = Norm("rms", EPS, 0.0, BF16)
     arguments = (norm, dy, x, weight, None, rstd, None, BF16, True, True, False)
-    _, dw, _ = everywhere(lambda: triton_norm.backward(*arguments, config=config))
+    _, dw, _ = everywhere(lambda: triton_norm.backward(*arguments))
     close("dw", dw, (dy.double() * x.double() * rstd.double()[:, None]).sum(0))
 
 

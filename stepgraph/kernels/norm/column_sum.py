@@ -40,8 +40,9 @@ def add_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     at_once = min(1 << (rows - 1).bit_length(), 1024 * _WARPS // width)
     with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
         add_slots_kernel[(-(-columns // width),)](
-            x, total, total, rows, columns, columns, PLANES=1, ROWS=at_once, WIDTH=width, num_warps=_WARPS
-        )
+            x, total, total, rows, columns, columns,
+            DEPENDENT=False, PLANES=1, ROWS=at_once, WIDTH=width, num_warps=_WARPS,
+        )  # fmt: skip
     return total
 
 

@@ -24,8 +24,8 @@ from stepgraph.kernels.norm.triton.config.limits import Hardware
 from stepgraph.kernels.norm.triton.partials import add_slots_kernel
 
 KINDS = ("*fp32", "*bf16", "constexpr", "i64", "i64", "i64")
-CONSTANTS = {"PLANES": 1, "ROWS": 16, "WIDTH": 32}
-ADDRESSES, REST, STREAM = (4096, 8192, None), (100, 512, 512, None, None, None), 7
+CONSTANTS = {"PLANES": 1, "ROWS": 16, "WIDTH": 32, "DEPENDENT": True}
+ADDRESSES, REST, STREAM = (4096, 8192, None), (100, 512, 512, None, None, None, None), 7
 
 
 class Driver:

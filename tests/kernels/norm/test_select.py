@@ -50,15 +50,6 @@ def test_rows_too_long_for_all_processors_are_refused():
         select(problem, H200)
 
 
-PROBLEM = Problem(True, 4096, 2048, 1, (2, 2), (2,), False, 1, 1, 2)
-
-
-def test_sums_in_the_kernel_for_long_calls_only():
-    """A cooperative launch costs 2 microseconds: see `select`."""
-    assert select(PROBLEM, H200).finish == "launch"
-    assert select(PROBLEM._replace(M=1 << 20), H200).finish == "grid"
-
-
 FORWARD = Problem(False, 8192, 65536, 1, (2,), (2,), False, 1, 0, 2)
 
 

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from stepgraph.kernels.norm.triton.forward import load_weight, spread
-from stepgraph.kernels.norm.triton.partials import grid
 from stepgraph.kernels.norm.triton.rows import (
     full,
-    hold,
+    full_pieces,
     inside,
+    kept,
     row_start,
     rows_of_step,
     shift_of,
@@ -27,8 +27,9 @@ from stepgraph.kernels.norm.triton.rows import (
     store_tile,
     tile_mask,
     trimmed,
+    widened,
 )
-from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
+from stepgraph.kernels.norm.triton.wide import begin, collect, end, leave, publish, share_slot, words_of_group
 
 
 @triton.jit
@@ -38,19 +39,10 @@ def add_pairs(a, b, c, d):
 
 
 @triton.jit
-def about(h, mu):
-    """A piece in float32, less the mean of its row for a layer norm."""
-    if mu is not None:
-        return h.to(tl.float32) - mu[:, None]
-    else:
-        return h.to(tl.float32)
-
-
-@triton.jit
 def scaled(d, w, OFFSET: tl.constexpr):
-    """g of one piece, in float32."""
+    """g of one piece; all in float32."""
     if w is not None:
-        return d * (w.to(tl.float32) + OFFSET)
+        return d * (w + OFFSET)
     else:
         return d
 
@@ -81,23 +73,23 @@ def store_sums(sums, out, head_block, part, shift, N: tl.constexpr, H: tl.conste
 @triton.jit
 def backward_kernel(
     dy, h, weight, mean, rstd, dh, dx, dw, db, partials, words,
-    leavers_at, counters_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
+    leavers_at, M, d_outer, d_inner, d_size, h_outer, h_inner, h_size, g_outer, g_inner, g_size,
     N: tl.constexpr, H: tl.constexpr, OFFSET: tl.constexpr,
     D_ALIGN: tl.constexpr, D_TWO: tl.constexpr, H_ALIGN: tl.constexpr, H_TWO: tl.constexpr,
     G_ALIGN: tl.constexpr, G_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     PERIOD: tl.constexpr, SHIFT: tl.constexpr, STAGES: tl.constexpr, HOLD_D: tl.constexpr, HOLD_H: tl.constexpr,
-    HOLD_W: tl.constexpr, SUM: tl.constexpr, EXCHANGE: tl.constexpr, FINISH: tl.constexpr,
-    SUM_ROWS: tl.constexpr, SUM_WIDTH: tl.constexpr,
+    HOLD_W: tl.constexpr, SUM: tl.constexpr, EXCHANGE: tl.constexpr, DIRECT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The rows of one program, and its contribution to the sums over rows. Grid: a multiple of
     ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
+    begin(DEPENDENT)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     LAYER: tl.constexpr = mean is not None
     SLICE: tl.constexpr = BLOCK * PIECES
-    # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
-    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
+    FULL: tl.constexpr = full_pieces(N, SLICE, SPLIT, BLOCK)
     SETS: tl.constexpr = H if PERIOD == 1 else PERIOD
     HEAD_BLOCKS: tl.constexpr = (SETS + BH - 1) // BH
     KINDS: tl.constexpr = 2 if LAYER else 1
@@ -118,11 +110,13 @@ def backward_kernel(
         shares = words + group * words_of_group(steps, P, KINDS, SPLIT, ROWS, EXCHANGE)
 
     ws = ()
+    keeps = ()
     dws = ()
     dbs = ()
     for k in tl.static_range(PIECES):
         if weight is not None:
             ws = ws + (load_weight(weight, head, first_at + k * BLOCK, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)),)
+        keeps = keeps + (kept(first_at + k * BLOCK, shift, N, SHIFT),)
         dws = dws + (tl.zeros((SUM, BLOCK), tl.float32),)
         dbs = dbs + (tl.zeros((SUM, BLOCK), tl.float32),)
 
@@ -141,6 +135,7 @@ def backward_kernel(
         h_row = h + shifted(row_start(row, h_outer, h_inner, h_size, H_ALIGN, H_TWO), shift, SHIFT)[:, None]
         rs = tl.load(rstd + row, mask=valid, other=0.0)
         mu = tl.load(mean + row, mask=valid, other=0.0) if LAYER else None
+        lift = -mu * rs if LAYER else None
         ds = ()
         hs = ()
         next_dws = ()
@@ -152,20 +147,23 @@ def backward_kernel(
             mask = tile_mask(valid, at, shift, N, SHIFT, full(k, FULL, SHIFT))
             hk = tl.load(h_row + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
             dk = tl.load(d_row + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
-            hk = trimmed(hk, at, shift, N, SHIFT, full(k, FULL, SHIFT))
-            dk = trimmed(dk, at, shift, N, SHIFT, full(k, FULL, SHIFT))
+            hk = trimmed(hk, keeps[k], SHIFT, full(k, FULL, SHIFT), HOLD_H)
+            dk = trimmed(dk, keeps[k], SHIFT, full(k, FULL, SHIFT), HOLD_D)
             hs = hs + (hk,)
             ds = ds + (dk,)
             d = dk.to(tl.float32)
-            product = d * (about(hk, mu) * rs[:, None])
+            xhat = hk.to(tl.float32) * rs[:, None]
+            if LAYER:
+                xhat += lift[:, None]
             if dw is not None:
-                next_dws = next_dws + (dws[k] + fold_rows(product, SUM),)
+                next_dws = next_dws + (dws[k] + fold_rows(d * xhat, SUM),)
             if db is not None:
                 next_dbs = next_dbs + (dbs[k] + fold_rows(d, SUM),)
-            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
-            along += scaled(product, w, OFFSET)
+            w = spread(widened(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
+            g = scaled(d, w, OFFSET)
+            along += g * xhat
             if LAYER:
-                total += scaled(d, w, OFFSET)
+                total += g
         if dw is not None:
             dws = next_dws
         if db is not None:
@@ -188,9 +186,10 @@ def backward_kernel(
                 publish(c1, share_slot(shares, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
                 if LAYER:
                     publish(c2, share_slot(shares, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
-                c1 = tl.sum(collect(shares, turn - 1, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+                first_kind, last_kind = collect(shares, turn - 1, KINDS, SPLIT, ROWS, EXCHANGE)
+                c1 = tl.sum(first_kind, 0)
                 if LAYER:
-                    c2 = tl.sum(collect(shares, turn - 1, 1, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+                    c2 = tl.sum(last_kind, 0)
                 done_ds = last_ds
                 done_hs = last_hs
                 done_rs = last_rs
@@ -202,14 +201,15 @@ def backward_kernel(
                 last_rs = rs
                 last_mu = mu if LAYER else last_mu
             slope = (c1 / N) * done_rs * done_rs
-            level = (c2 / N) * done_rs if LAYER else None
+            level = (c2 / N) * done_rs - done_mu * slope if LAYER else None
             for k in tl.static_range(PIECES):
                 at = first_at + k * BLOCK
-                w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
-                g = scaled(hold(done_ds[k], zero, HOLD_D).to(tl.float32), w, OFFSET)
-                value = g * done_rs[:, None] - about(hold(done_hs[k], zero, HOLD_H), done_mu) * slope[:, None]
+                w = spread(widened(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
+                g = scaled(widened(done_ds[k], zero, HOLD_D), w, OFFSET)
+                away = widened(done_hs[k], zero, HOLD_H) * slope[:, None]
                 if LAYER:
-                    value -= level[:, None]
+                    away += level[:, None]
+                value = g * done_rs[:, None] - away
                 if dh is not None:
                     g_start = row_start(done_row, g_outer, g_inner, g_size, G_ALIGN, G_TWO)
                     g_row = dh + shifted(g_start, shift, SHIFT)[:, None]
@@ -221,14 +221,15 @@ def backward_kernel(
                 value = value.to(dx.dtype.element_ty)
                 store_tile(place, value, done_valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), ".cs")
 
+    # No sooner: programs of the next launch would take the place of some of these.
+    end(DEPENDENT)
     if EXCHANGED:
         leave(shares, leavers + group, KINDS, SPLIT, ROWS, EXCHANGE)
 
     # Programs of one period hold sums of the same columns: to the programs that add, they are like any others.
     slot = p if PERIOD == 1 else group
-    slots = P if PERIOD == 1 else P * PERIOD
     sum_block = head_block if PERIOD == 1 else 0
-    if FINISH == "direct":
+    if DIRECT:
         if dw is not None:
             store_sums(dws, dw, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
         if db is not None:
@@ -242,7 +243,3 @@ def backward_kernel(
             store_sums(dws, mine, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
         if db is not None:
             store_sums(dbs, mine + (PLANES - 1) * pitch, sum_block, part, shift, N, H, BH, BLOCK, PIECES, SHIFT)
-        first = dw if dw is not None else db
-        if FINISH == "grid":
-            counters = (words + counters_at).to(tl.pointer_type(tl.int32), bitcast=True)
-            grid(partials, counters, first, db, program, programs, slots, size, pitch, PLANES, SUM_ROWS, SUM_WIDTH)

@@ -16,12 +16,13 @@ Source: Zhang and Sennrich 2019 (arXiv:1910.07467); Ba, Kiros and Hinton 2016 (a
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from stepgraph.kernels.norm.triton.rows import (
     full,
+    full_pieces,
     hold,
     inside,
+    kept,
     row_start,
     rows_of_step,
     shift_of,
@@ -30,8 +31,9 @@ from stepgraph.kernels.norm.triton.rows import (
     tied,
     tile_mask,
     trimmed,
+    widened,
 )
-from stepgraph.kernels.norm.triton.wide import collect, leave, publish, share_slot, words_of_group
+from stepgraph.kernels.norm.triton.wide import begin, collect, end, leave, publish, share_slot, words_of_group
 
 
 @triton.jit
@@ -77,27 +79,27 @@ def load_weights(weight, bias, head, at, shift, N: tl.constexpr, H: tl.constexpr
 
 
 @triton.jit
-def row_piece(x_row, r_row, valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
+def row_piece(x_row, r_row, valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr,
+              HOLD: tl.constexpr):  # fmt: skip
     """One piece of the rows to be normalized, residual added and rounded as the residual stream is."""
     mask = tile_mask(valid, at, shift, N, SHIFT, FULL)
     value = tl.load(x_row + at[None, :], mask=mask, other=0.0)
     if r_row is not None:
         r = tl.load(r_row + at[None, :], mask=mask, other=0.0)
         value = (value.to(tl.float32) + r.to(tl.float32)).to(r.dtype)
-    return trimmed(value, at, shift, N, SHIFT, FULL)
+    return trimmed(value, kept(at, shift, N, SHIFT), SHIFT, FULL, HOLD)
 
 
 @triton.jit
-def affine(h, mu, rs, w, b, OFFSET: tl.constexpr):
+def affine(y, rs, lift, w, b, OFFSET: tl.constexpr):
     """y in float32, of one piece."""
-    y = h.to(tl.float32)
-    if mu is not None:
-        y = y - mu[:, None]
     y = y * rs[:, None]
+    if lift is not None:
+        y += lift[:, None]
     if w is not None:
-        y = y * (w.to(tl.float32) + OFFSET)
+        y = y * (w + OFFSET)
     if b is not None:
-        y = y + b.to(tl.float32)
+        y += b
     return y
 
 
@@ -145,8 +147,7 @@ def forward_step(
     """The rows of one step; ``turn`` counts the steps of this program."""
     LAYER: tl.constexpr = mean is not None
     SLICE: tl.constexpr = BLOCK * PIECES
-    # Pieces with no column past the end of the row: their loads and stores need no mask for columns.
-    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
+    FULL: tl.constexpr = full_pieces(N, SLICE, SPLIT, BLOCK)
     KINDS: tl.constexpr = 2 if LAYER else 1
 
     first = part * SLICE + tl.arange(0, BLOCK)
@@ -160,7 +161,7 @@ def forward_step(
         ws, bs = load_weights(weight, bias, head, first, shift, N, H, BLOCK, PIECES, SUM, SHIFT, FULL)
     hs = ()
     for k in tl.static_range(PIECES):
-        value = row_piece(x_row, r_row, valid, first + k * BLOCK, shift, N, SHIFT, full(k, FULL, SHIFT))
+        value = row_piece(x_row, r_row, valid, first + k * BLOCK, shift, N, SHIFT, full(k, FULL, SHIFT), HOLD)
         if WEIGHT == "with" and weight is not None and HOLD and HOLD_W:
             value = tied(value, spread(ws[k], ROWS), zero)
         hs = hs + (value,)
@@ -178,19 +179,19 @@ def forward_step(
             # Slices have different means: each sums squares about its own.
             publish(share, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
             publish(squares, share_slot(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
-            sums = collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE)
+            sums, within = collect(words, turn, KINDS, SPLIT, ROWS, EXCHANGE)
             mu = tl.sum(sums, 0) / N
             slice_of = tl.arange(0, triton.next_power_of_2(SPLIT))
             # None for parts past the end of the row, and where there is no part.
             sizes = tl.minimum(N + shift, (slice_of + 1) * SLICE) - tl.maximum(slice_of * SLICE, shift)
             sizes = tl.maximum(sizes, 0).to(tl.float32)[:, None]
             off = sums / tl.maximum(sizes, 1.0) - mu[None, :]
-            within = collect(words, turn, 1, KINDS, SPLIT, ROWS, EXCHANGE)
             squares = tl.sum(within + off * off * sizes, 0)
     elif SPLIT > 1:
         publish(squares, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
-        squares = tl.sum(collect(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), 0)
+        squares = tl.sum(collect(words, turn, KINDS, SPLIT, ROWS, EXCHANGE)[0], 0)
     rs = tl.rsqrt(squares / N + eps)
+    lift = -mu * rs if LAYER else None
     y_row = y + start
     once = valid & (part == 0)
     tl.store(rstd + row, rs, mask=once)
@@ -203,13 +204,15 @@ def forward_step(
         b = None
         if WEIGHT == "after":
             if weight is not None:
-                w = spread(load_weight(weight, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)), ROWS)
+                w = load_weight(weight, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)).to(tl.float32)
             if bias is not None:
-                b = spread(load_weight(bias, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)), ROWS)
+                b = load_weight(bias, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)).to(tl.float32)
         else:
-            w = spread(hold(ws[k], zero, HOLD_W), ROWS) if weight is not None else None
-            b = spread(hold(bs[k], zero, HOLD_W), ROWS) if bias is not None else None
-        value = affine(hold(hs[k], zero, HOLD), mu, rs, w, b, OFFSET)
+            w = widened(ws[k], zero, HOLD_W) if weight is not None else None
+            b = widened(bs[k], zero, HOLD_W) if bias is not None else None
+        w = spread(w, ROWS) if weight is not None else None
+        b = spread(b, ROWS) if bias is not None else None
+        value = affine(widened(hs[k], zero, HOLD), rs, lift, w, b, OFFSET)
         rounded = value.to(y.dtype.element_ty)
         store_tile(y_row + at[None, :], rounded, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
 
@@ -222,12 +225,13 @@ def forward_kernel(
     X_ALIGN: tl.constexpr, X_TWO: tl.constexpr, R_ALIGN: tl.constexpr, R_TWO: tl.constexpr, BIG: tl.constexpr,
     ROWS: tl.constexpr, BH: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     PERIOD: tl.constexpr, SHIFT: tl.constexpr, SUM: tl.constexpr, HOLD: tl.constexpr, HOLD_W: tl.constexpr,
-    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr,
+    WEIGHT: tl.constexpr, EXCHANGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The rows of one program: one step, or, where programs share rows, every ``P``-th step. Grid: a multiple of
     ``SPLIT * cdiv(H, BH)``, or of ``SPLIT * PERIOD``."""
+    begin(DEPENDENT)
     SLICE: tl.constexpr = BLOCK * PIECES
-    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else (N // BLOCK if SPLIT == 1 else 0)
+    FULL: tl.constexpr = full_pieces(N, SLICE, SPLIT, BLOCK)
     SETS: tl.constexpr = H if PERIOD == 1 else PERIOD
     HEAD_BLOCKS: tl.constexpr = (SETS + BH - 1) // BH
     zero = (M >> 62).to(tl.int32)
@@ -276,12 +280,12 @@ def sums_kernel(
 ):  # fmt: skip
     """What programs that share rows publish, found by a launch ahead of `forward_kernel` with ``EXCHANGE`` "collect":
     the same sums of the same slices, bit for bit. Grid: a program for each slice of each step."""
-    if DEPENDENT:
-        gdc_launch_dependents()
+    begin(DEPENDENT)
+    end(DEPENDENT)
     LAYER: tl.constexpr = mean is not None
     KINDS: tl.constexpr = 2 if LAYER else 1
     SLICE: tl.constexpr = BLOCK * PIECES
-    FULL: tl.constexpr = PIECES if N % (SLICE * SPLIT) == 0 else 0
+    FULL: tl.constexpr = full_pieces(N, SLICE, SPLIT, BLOCK)
     zero = (M >> 62).to(tl.int32)
     part = tl.program_id(0) % SPLIT
     group = tl.program_id(0) // SPLIT
@@ -295,7 +299,7 @@ def sums_kernel(
         r_row = residual + shifted(row_start(row, r_outer, r_inner, r_size, R_ALIGN, R_TWO), shift, SHIFT)[:, None]
     hs = ()
     for k in tl.static_range(PIECES):
-        hs = hs + (row_piece(x_row, r_row, valid, first + k * BLOCK, shift, N, SHIFT, full(k, FULL, SHIFT)),)
+        hs = hs + (row_piece(x_row, r_row, valid, first + k * BLOCK, shift, N, SHIFT, full(k, FULL, SHIFT), HOLD),)
     hs, share, _, squares = sums_of_slice(
         hs, first, part, shift, zero, N, ROWS, BLOCK, PIECES, FULL, SHIFT, HOLD, LAYER
     )

@@ -1,17 +1,14 @@
 """The weight and bias gradients: sums over all rows, in a fixed order, of the programs' partial sums.
 
 Every program writes its partial sum to one slot of ``PLANES * pitch`` float32 (the weight's plane, then the bias's).
-``FINISH`` says how the slots are added up:
-
-    direct   there is one program: it writes the gradient itself
-    grid     all programs wait for the last one, then each adds up some columns. One cooperative launch.
-    launch   a second launch, `add_slots_kernel`, adds up columns.
-
-The order of the additions is fixed. Counters are zero before and after.
+A second launch, `add_slots_kernel`, adds them up; where there is one program, it writes the gradient itself. That all
+programs wait for the last and then add up some columns each took as long even in calls that move 1.5 GiB.
 """
 
 import triton
 import triton.language as tl
+
+from stepgraph.kernels.norm.triton.wide import begin
 
 
 @triton.jit
@@ -36,31 +33,12 @@ def write_gradients(value, first, second, at, mask, size, pitch, PLANES: tl.cons
 
 
 @triton.jit
-def grid(
-    partials, counters, first, second, program, programs, P, size, pitch,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Wait for all programs, then add the ``P`` slots of some columns."""
-    tl.debug_barrier()
-    tl.atomic_add(counters, 1, sem="acq_rel", scope="gpu")
-    while tl.atomic_add(counters, 0, sem="acquire", scope="gpu") < programs:
-        pass
-    if tl.atomic_add(counters + 1, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.atomic_xchg(counters, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(counters + 1, 0, sem="relaxed", scope="gpu")
-    stride = pitch * PLANES
-    for c in range(program * WIDTH, stride, programs * WIDTH):
-        at = c + tl.arange(0, WIDTH)
-        value = add_slots(partials, 0, P, at, at < stride, stride, ROWS, WIDTH)
-        write_gradients(value, first, second, at, at < stride, size, pitch, PLANES)
-
-
-@triton.jit
 def add_slots_kernel(
     partials, first, second, P, size, pitch,
-    PLANES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    DEPENDENT: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The second launch of ``FINISH == "launch"``: one program for ``WIDTH`` columns."""
+    """The second launch: one program for ``WIDTH`` columns."""
+    begin(DEPENDENT)
     at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     stride = pitch * PLANES
     value = add_slots(partials, 0, P, at, at < stride, stride, ROWS, WIDTH)

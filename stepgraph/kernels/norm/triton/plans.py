@@ -168,14 +168,14 @@ def tiles(problem: Problem, config: Config) -> dict[str, Any]:
 
 def launches(
     kernel: Any, numbers: tuple[int | float, ...], constants: dict[str, Any], grid: int, config: Config,
-    cooperative: bool,
+    cooperative: bool, hw: Hardware,
 ) -> tuple[Launch, ...]:  # fmt: skip
     """One launch; two under the interpreter, whose programs cannot exchange while they run."""
     modes = ("publish", "collect") if INTERPRETED and config.split > 1 else ("wait",)
     return tuple(
         Launch(
-            kernel, numbers, constants | {"EXCHANGE": mode}, grid,
-            warps=config.warps, registers=config.registers, cooperative=cooperative,
+            kernel, numbers, constants | {"EXCHANGE": mode, "DEPENDENT": hw.dependent}, grid, warps=config.warps,
+            registers=config.registers, cooperative=cooperative, dependent=hw.dependent and not cooperative,
         )
         for mode in modes
     )  # fmt: skip
@@ -188,9 +188,9 @@ def launches_ahead(
     """Two launches, the first of which writes what the second collects: ``exchange="launch"``."""
     options = {"warps": config.warps, "registers": config.registers}
     needed = {name: value for name, value in constants.items() if name in ahead.arg_names}
-    second = constants | {"EXCHANGE": "depend" if hw.dependent else "collect"}
+    second = constants | {"EXCHANGE": "depend" if hw.dependent else "collect", "DEPENDENT": False}
     return (
-        Launch(ahead, numbers, needed | {"DEPENDENT": hw.dependent}, grid, **options),
+        Launch(ahead, numbers, needed | {"DEPENDENT": hw.dependent}, grid, dependent=hw.dependent, **options),
         Launch(kernel, numbers, second, grid, dependent=hw.dependent, **options),
     )
 
@@ -205,24 +205,9 @@ def share_words(problem: Problem, config: Config, cover: Cover) -> int:
     return cover.groups * turns * kinds * config.split * config.rows
 
 
-def finish_of(problem: Problem, config: Config, cover: Cover) -> str:
-    """``FINISH`` of a launch: see `partials`."""
-    if cover.slots == 1 or not problem.sums:
-        return "direct"
-    # Under the interpreter programs cannot wait for each other.
-    return "launch" if INTERPRETED and config.finish == "grid" else config.finish
-
-
 def pitch_of(problem: Problem) -> int:
     """Length of one plane of a slot: a multiple of 16 bytes."""
     return -(-problem.heads * problem.N // 4) * 4
-
-
-def sum_tile(config: Config, cover: Cover, slot: int) -> dict[str, int]:
-    """Slots and columns added at once: about 32 registers of every thread. ``slot``: elements of one."""
-    # Few columns per program while programs would idle; 8 columns are 32 bytes, the least that memory moves.
-    width = min(32, max(8, 1 << (slot // cover.grid).bit_length()))
-    return {"SUM_ROWS": min(1 << (cover.slots - 1).bit_length(), 32 * config.threads // width), "SUM_WIDTH": width}
 
 
 def sum_rows(problem: Problem, config: Config, heads: int) -> int:

@@ -97,6 +97,12 @@ def shift_of(rows_set, N: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.constexpr_function
+def full_pieces(N, SLICE, SPLIT, BLOCK):
+    """Pieces that lie within the row in every slice, the first ones: they need no mask for columns."""
+    return max(0, N - SLICE * (SPLIT - 1)) // BLOCK
+
+
+@triton.constexpr_function
 def full(k, FULL, SHIFT):
     """Whether piece ``k`` lies within the row: the first one begins before a shifted row."""
     return k < FULL and (SHIFT == 1 or k > 0)
@@ -136,12 +142,23 @@ def tile_mask(valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.c
 
 
 @triton.jit
-def trimmed(value, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.constexpr):
-    """A tile as read, with zeros outside its rows."""
+def kept(at, shift, N: tl.constexpr, SHIFT: tl.constexpr):
+    """All bits of 16 where `inside`, else none."""
+    return tl.where(inside(at, shift, N, SHIFT), -1, 0).to(tl.int16)
+
+
+@triton.jit
+def trimmed(value, keep, SHIFT: tl.constexpr, FULL: tl.constexpr, HOLD: tl.constexpr):
+    """A tile as read, with zeros outside its rows, where `kept` has none; two elements at a time where `hold` pays."""
     if FULL or SHIFT == 1:
         return value
+    elif HOLD:
+        keep = tl.broadcast_to(keep[None, :], value.shape)
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [value, keep], dtype=value.dtype, is_pure=True, pack=2
+        )
     else:
-        return tl.where(inside(at, shift, N, SHIFT)[None, :], value, tl.zeros_like(value))
+        return tl.where(keep[None, :] != 0, value, tl.zeros_like(value))
 
 
 @triton.jit
@@ -171,6 +188,18 @@ def hold(x, zero, HOLD: tl.constexpr):
         )
     else:
         return x
+
+
+@triton.jit
+def widened(x, zero, HOLD: tl.constexpr):
+    """``x`` in float32, from a new value as `hold` makes it; of bfloat16 by one instruction for both."""
+    if HOLD and x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x1044; prmt.b32 $1, $2, $4, 0x3244;", "=f,=f,r,r,r", [x, zero],
+            dtype=tl.float32, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        return hold(x, zero, HOLD).to(tl.float32)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 from stepgraph.kernels.norm.spec import Norm
 from stepgraph.kernels.norm.triton import plans
 from stepgraph.kernels.norm.triton.backward import backward_kernel
-from stepgraph.kernels.norm.triton.config.limits import Config, Problem
+from stepgraph.kernels.norm.triton.config.limits import Config, Hardware, Problem
 from stepgraph.kernels.norm.triton.config.select import select
 from stepgraph.kernels.norm.triton.forward import forward_kernel, sums_kernel
 from stepgraph.kernels.norm.triton.launch import Launch
@@ -63,7 +63,7 @@ def forward_plan(
     if ahead:
         found = plans.launches_ahead(sums_kernel, forward_kernel, numbers, constants, cover.grid, config, hw)
     else:
-        found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1)
+        found = plans.launches(forward_kernel, numbers, constants, cover.grid, config, config.split > 1, hw)
     shape, rows = x.shape, x.shape[:-1]
     outputs = [
         form(shape, norm.out_dtype),
@@ -78,14 +78,14 @@ def forward_plan(
     return Plan(x.device, found, inputs, outputs, words)
 
 
-def _add_launch(problem: Problem, slots: int) -> Launch:
-    """The second launch of ``FINISH == "launch"``."""
+def _add_launch(problem: Problem, slots: int, hw: Hardware) -> Launch:
+    """The second launch, which adds up sums over rows."""
     pitch = plans.pitch_of(problem)
     width, warps = 8 if pitch * problem.sums <= 8192 else 32, 8
     rows = min(1 << (slots - 1).bit_length(), 1024 * warps // width)
-    constants = {"PLANES": problem.sums, "ROWS": rows, "WIDTH": width}
-    numbers = (slots, problem.heads * problem.N, pitch)
-    return Launch(add_slots_kernel, numbers, constants, -(-pitch * problem.sums // width), warps=warps)
+    constants = {"PLANES": problem.sums, "ROWS": rows, "WIDTH": width, "DEPENDENT": hw.dependent}
+    numbers, programs = (slots, problem.heads * problem.N, pitch), -(-pitch * problem.sums // width)
+    return Launch(add_slots_kernel, numbers, constants, programs, warps=warps, dependent=hw.dependent)
 
 
 def backward_plan(
@@ -107,11 +107,9 @@ def backward_plan(
     problem = plans.by_vectors(problem, hw, places if len(loads) > 2 else places[:2])
     config = config or select(problem, hw)
     cover = plans.cover_of(problem, config, hw)
-    finish = plans.finish_of(problem, config, cover)
+    direct = cover.slots == 1 or not problem.sums
     shares = plans.share_words(problem, config, cover) if need_dx else 0
-    counters_at = shares + (cover.groups + 1) // 2
-    counters = 2 if finish == "grid" else 0
-    numbers = (shares, counters_at, problem.M, *places[0].numbers, *places[1].numbers, *places[2].numbers)
+    numbers = (shares, problem.M, *places[0].numbers, *places[1].numbers, *places[2].numbers)
     constants = {
         "N": problem.N,
         "H": heads,
@@ -125,18 +123,16 @@ def backward_plan(
         "HOLD_W": config.hold_weight and plans.held(weight),
         "STAGES": config.stages,
         "SUM": plans.sum_rows(problem, config, cover.heads),
-        "FINISH": finish,
+        "DIRECT": direct,
         **places[0].constants("D"),
         **places[1].constants("H"),
         **places[2].constants("G"),
-        **plans.sum_tile(config, cover, problem.sums * plans.pitch_of(problem)),
         **plans.tiles(problem, config),
     }
-    cooperative = shares > 0 or finish == "grid"
-    partials = 0 if finish == "direct" else cover.slots * problem.sums * plans.pitch_of(problem)
+    partials = 0 if direct else cover.slots * problem.sums * plans.pitch_of(problem)
     return Plan(
         h.device,
-        plans.launches(backward_kernel, numbers, constants, cover.grid, config, cooperative),
+        plans.launches(backward_kernel, numbers, constants, cover.grid, config, shares > 0, hw),
         (places[0], places[1], weight, None, None, places[2]),
         [
             form(h.shape, dx_dtype, need_dx),
@@ -144,6 +140,6 @@ def backward_plan(
             None if weight is None else form(weight.shape, weight.dtype, need_db),
             form((partials,), torch.float32, partials > 0),
         ],
-        counters_at + (counters + 1) // 2 if shares or counters else 0,
-        _add_launch(problem, cover.slots) if finish == "launch" else None,
+        shares + (cover.groups + 1) // 2 if shares else 0,
+        None if direct else _add_launch(problem, cover.slots, hw),
     )

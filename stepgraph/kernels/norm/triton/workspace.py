@@ -7,10 +7,16 @@ if that is used up, or was never made, they get fresh memory and the zeroing of 
 
 import torch
 
-_CHUNK_WORDS = 1 << 18
+_CHUNK_WORDS = 1 << 20
 
 _streams: dict[tuple[torch.device, int | None], torch.Tensor] = {}
+_wholes: dict[torch.device, torch.Tensor] = {}
 _chunks: dict[torch.device, torch.Tensor] = {}
+
+
+def reuse() -> None:
+    """Captured calls get the memory of earlier ones again: for a program that has deleted its graphs."""
+    _chunks.update(_wholes)
 
 
 def zeros(device: torch.device, stream: int | None, words: int) -> torch.Tensor:
@@ -29,7 +35,7 @@ def zeros(device: torch.device, stream: int | None, words: int) -> torch.Tensor:
         # A kernel may still use the memory dropped here: the allocator hands it out again on this stream only.
         mine = _streams[device, stream] = torch.zeros(max(words, 4096), dtype=torch.int64, device=device)
         if device not in _chunks:
-            _chunks[device] = torch.zeros(_CHUNK_WORDS, dtype=torch.int64, device=device)
+            _wholes[device] = _chunks[device] = torch.zeros(_CHUNK_WORDS, dtype=torch.int64, device=device)
             # Captures on other streams will use it. An event's wait is no wait of the caller's for torch's check.
             torch.cuda.current_stream(device).record_event().synchronize()
     return mine

@@ -29,8 +29,6 @@ class Config:
     """Programs per processor, each striding over the steps; 0: one program per step."""
     split: int = 1
     """Programs that share a row."""
-    finish: str = "launch"
-    """How sums over rows are added up: "grid" or "launch" (see `partials`); unused forward."""
     hold_weight: bool = True
     """Keep the weight in 16 bits and convert it at each use: fewer registers, more instructions."""
     weight: str = "before"
@@ -51,7 +49,7 @@ class Config:
     @property
     def cooperative(self) -> bool:
         """Whether programs wait for each other: then all must run at once."""
-        return (self.split > 1 and self.exchange == "wait") or self.finish == "grid"
+        return self.split > 1 and self.exchange == "wait"
 
     @property
     def registers(self) -> int | None:
@@ -156,14 +154,15 @@ def register_estimate(problem: Problem, config: Config) -> float:
     along = 1.5 * rows_in_thread * vector(problem)
     pointers = 4.0 * rows_in_thread * (len(problem.loads) + len(problem.stores))
     if config.split > 16 or (config.split > 1 and len(problem.loads) > 2):
-        pointers += 24.0  # the shares of all parts at once, or the rows of a third tensor
+        # The shares of all parts at once, or the rows of a third tensor.
+        pointers += 24.0 if problem.shift == 1 else 10.0
     extra = (24 if problem.layer else 0) + 0.5 * config.pieces(problem.span)
     if config.split > 1:
         # Backward holds the tile of the step before, too.
         extra += 8 + held if problem.backward else 20
     if problem.shift > 1 and problem.backward:
         # The ends of rows are handled separately.
-        extra += elements * (1.9 if not problem.layer else 1.2 if config.split == 1 else 0.3 + 0.1 / at_once)
+        extra += elements * (1.3 if not problem.layer else 1.15 if config.split == 1 else 0.3 + 0.1 / at_once)
     every = 18 + pointers + held + weights + sums + along + extra
     # Products of a single tile are summed as they are made.
     return 0.8 * every if problem.backward and config.split > 1 and config.pieces(problem.span) == 1 else every

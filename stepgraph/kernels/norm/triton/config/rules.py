@@ -8,16 +8,14 @@ forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes, 
             all programs run at once; each program does one step. A layer norm, whose programs meet twice, holds 64
             bytes in at most 8 warps, and so do rows that begin anywhere within 16 bytes (see `rows`), whose weight is
             loaded element by element. Rows of up to 144 KiB stay whole, the longest in 32 warps with their weight
-            loaded after the sum; if there are too few rows to occupy all processors, programs share them.
-backward    few warps a program, so that its sums over a row meet in few places: one for rows of up to 3 KiB, four up to
-            12, eight up to 24. A program takes one row a step, or as many as make 3 KiB, with two or three steps of
-            loads ahead; programs on a processor are as many as make some 64 KiB in flight. A single step is not
-            pipelined.
+            loaded after the sum; longer ones are shared by programs of 8 warps, four on a processor.
+backward    few warps a program, so that its sums over a row meet in few places: one for rows of up to 2.75 KiB, two up
+            to 3.5, four up to 12, eight up to 24. A program takes one row a step, or as many as make 3 KiB, with two or
+            three steps of loads ahead; programs on a processor are as many as make some 64 KiB in flight. A single step
+            is not pipelined. From 9 KiB on a thread has one vector of a tile: wider tiles took more registers.
 long rows   that no program can hold, or that are many in backward, are shared by programs with a slice each (see
-            `wide`).
-sums        over rows are finished by a second, small launch; in long calls by the kernel itself, where the 2
-            microseconds of a cooperative launch, which programs that wait for each other need, do not matter (see
-            `partials`).
+            `wide`). Of rows that begin anywhere, slices are such that few programs have no work.
+sums        over rows are finished by a second, small launch (see `partials`).
 
 If a rule's configuration does not fit, smaller steps are tried, then more warps, then more programs per row. No rule is
 for one particular shape.
@@ -34,8 +32,6 @@ from stepgraph.kernels.norm.triton.config.limits import REGISTERS, Config, Hardw
 HOLD_FORWARD, HOLD_LAYER, HOLD_BACKWARD = 32, 64, 64
 #: Warps of a processor in backward: programs times warps of a program.
 WARPS_BACKWARD = 8
-#: Bytes read and written above which backward finishes its sums in the kernel.
-LONG_CALL = 2**30
 #: Bytes of the shortest slice of a row that is shared to occupy all processors.
 LEAST_SLICE = 16 * 1024
 #: Bytes of a tensor up to which a forward takes a few microseconds, all its programs at once: padding costs nothing.
@@ -46,8 +42,6 @@ LEAST_AHEAD, SLICE_AHEAD = 48 * 1024, 4 * 1024
 SHORT = 640
 #: Warps that a processor runs at once in forward, by their registers.
 WARPS_FORWARD = 32
-#: Steps of a program above which sharing rows pays, where one program could hold a row.
-MANY_STEPS = 24
 #: Bytes of the longest row that one program holds.
 LONGEST_FORWARD, LONGEST_BACKWARD = 144 * 1024, 24 * 1024
 
@@ -137,11 +131,11 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
             yield replace(brief, weight=_weight(problem, brief, hw))
     held = (HOLD_LAYER if long else HOLD_FORWARD) // size
     most = 8 if problem.layer else 16 if problem.N * size <= 32 * 1024 else 32
-    warps = _warps(problem, 2 if problem.layer else 4, most)
+    warps = _warps(problem, 4 if not problem.layer else 1 if problem.N * size >= 1024 else 2, most)
     short = problem.shift > 1 and problem.span * size <= SHORT  # rows in narrow tiles, side by side
     if problem.shift > 1:
         warps = min(32, _floor(problem.span * size / (512 if _few(problem, hw) else 2048)))
-        warps = 4 if short else warps
+        warps = (2 if _bytes(problem) <= 2 * BRIEF else 4) if short else warps
     while warps <= 32:
         # Up to, not including, twice what a thread should hold.
         rows, block = _rows(problem, warps, problem.span, held * 5 / 4 if long else 2 * held - 1, hw,
@@ -185,18 +179,18 @@ def _forward_brief(problem: Problem, hw: Hardware) -> Config | None:
 
 
 def _forward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
-    """Rows shared by programs of 16 warps: two on a processor, or one where they need more registers."""
+    """Rows shared by programs of 8 warps, as many on a processor as their registers allow."""
     bytes_of_row = problem.span * max(problem.loads)
-    slices = [64 * 1024 >> shift for shift in range(6 if problem.heads == 1 else 0)]
+    slices = [32 * 1024 >> shift for shift in range(6 if problem.heads == 1 else 0)]
     # Few rows: smaller slices, as long as all programs run at once.
-    while slices and slices[0] > LEAST_SLICE and problem.M * -(-bytes_of_row // slices[1]) <= 2 * hw.processors:
+    while slices and slices[0] > LEAST_SLICE and problem.M * -(-bytes_of_row // slices[1]) <= 4 * hw.processors:
         slices.pop(0)
-    at_once = (1,) if problem.layer and problem.shift > 1 else (2, 1)
+    at_once = (2, 1) if problem.shift > 1 else (3, 2) if problem.layer else (4, 2)
     for programs, part in itertools.product(at_once, slices):
         split = -(-bytes_of_row // part)
         if split > 1:
-            block = _block(-(-problem.span // split), 32 * 16 * vector(problem), 1 / 3)
-            yield Config(1, block, 16, 1, programs, split, weight="after")
+            block = _block(-(-problem.span // split), 32 * 8 * vector(problem), 1 / 3)
+            yield Config(1, block, 8, 1, programs, split, weight="after")
 
 
 def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
@@ -214,7 +208,7 @@ def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
     short = problem.N * max(problem.loads) < 16 * 1024
     together = "with" if max(problem.loads) == problem.weight_size == 2 and short else "before"  # see `rows.tied`
     if problem.layer:
-        return "after" if problem.N * max(problem.loads) > 4096 else together
+        return "after" if problem.N * max(problem.loads) > 4096 and not _few(problem, hw) else together
     registers = columns * (rows * max(problem.loads) + problem.weights * problem.weight_size) / 4
     few = _few(problem, hw)
     if registers * config.threads > REGISTERS * (0.45 if few else 0.25):
@@ -225,31 +219,28 @@ def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
 def _backward(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Backward configurations, the best first."""
     bytes_of_row = problem.span * max(problem.loads)
-    finish = "grid" if _traffic(problem) > LONG_CALL else "launch"
-    shared = list(_backward_shared(problem, hw, finish))
-    whole = problem.layer or problem.shift > 1  # shared rows cost these more
-    if shared and bytes_of_row > LONGEST_BACKWARD * (1 if whole else 2 / 3):
-        first = shared[0]
-        steps = math.ceil(problem.M / first.rows) * first.split / (hw.processors * first.programs)
-        if bytes_of_row > LONGEST_BACKWARD or steps >= MANY_STEPS:
-            yield from shared
+    shared = list(_backward_shared(problem, hw))
+    if bytes_of_row > LONGEST_BACKWARD:
+        yield from shared
     power = problem.N & (problem.N - 1) == 0 and bytes_of_row <= (2048 if problem.layer else 8192)
     if not power or (bytes_of_row <= 512 and _traffic(problem) > 64 * 2**20):
-        yield from _backward_whole(problem, hw, finish)
-    yield from _backward_tile(problem, hw, finish)
+        yield from _backward_whole(problem, hw)
+    yield from _backward_tile(problem, hw)
     yield from shared
 
 
-def _backward_whole(problem: Problem, hw: Hardware, finish: str) -> Iterator[Config]:
+def _backward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Rows held by programs of few warps."""
     size, vec = max(problem.loads), vector(problem)
     bytes_of_row = problem.span * size
-    if bytes_of_row <= 256 and problem.shift == 1:
+    if bytes_of_row < 256 and problem.shift == 1:
         return
-    warps = next((warps for warps, most in ((1, 3072), (4, 12288), (8, 24576)) if bytes_of_row <= most), 16)
+    warps = next((warps for warps, most in ((1, 2816), (2, 3600), (4, 12288), (8, 24576)) if bytes_of_row <= most), 16)
     rows = _floor(3200 / bytes_of_row)
     if warps == 1:
         programs, stages = 4, 4
+    elif warps == 2:
+        programs, stages = 4, 3
     elif bytes_of_row <= 4224:
         # Of rows that begin anywhere a program takes as many as give each thread one vector of a tile: see `fits`.
         warps, rows, programs, stages = (2, 1, 4, 3) if problem.shift > 1 else (4, 2, 2, 3)
@@ -258,21 +249,25 @@ def _backward_whole(problem: Problem, hw: Hardware, finish: str) -> Iterator[Con
         if 8 * hw.processors > problem.M:  # few rows: fewer sums to add up
             programs, stages = 1, 4
     else:
-        programs, stages = 1, 3
+        programs, stages = 1, 4 if bytes_of_row < 16 * 1024 else 3
     while warps <= 16:
         full = 32 * warps * vec
         padding = 1 / 7 if warps < 8 else 1 / 4
-        block = _block(problem.span, 2 * full // rows, padding + 0.001, min(full // 2, full // rows))
+        widest = 2 * full // rows if bytes_of_row <= 9216 else full
+        block = _block(problem.span, widest, padding + 0.001, min(full // 2, full // rows))
         if problem.shift > 1:
             block = min(block, max(32, full // rows))
         for fewer in (rows, *(1 << k for k in reversed(range(rows.bit_length() - 1)))):
             once = _steps(problem, fewer) <= hw.processors * programs
+            more = 2 if warps == 1 and fewer * bytes_of_row <= 1200 else 1
             hold = problem.layer or not problem.sums
-            yield Config(fewer, block, warps, 1 if once else stages, programs, 1, finish, hold_weight=hold)
+            config = Config(fewer, block, warps, 1 if once else stages, programs * more, hold_weight=hold)
+            if fewer == 1 or elements_of_thread(problem, config)[1] <= 32:
+                yield config
         warps, programs, stages = warps * 2, max(1, programs // 2), 3
 
 
-def _backward_tile(problem: Problem, hw: Hardware, finish: str) -> Iterator[Config]:
+def _backward_tile(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Rows side by side in one tile of a program: as good where their length is a power of two."""
     size = max(problem.loads)
     warps = _warps_backward(problem)
@@ -285,7 +280,7 @@ def _backward_tile(problem: Problem, hw: Hardware, finish: str) -> Iterator[Conf
             rows *= 2  # then one step does it
         while rows >= 1:
             once = _steps(problem, rows) <= hw.processors * programs
-            yield Config(rows, block, warps, 1 if once else 3, programs, 1, finish, hold_weight=not problem.sums)
+            yield Config(rows, block, warps, 1 if once else 3, programs, hold_weight=not problem.sums)
             rows //= 2
         warps *= 2
 
@@ -305,39 +300,41 @@ def _steps(problem: Problem, rows: int) -> int:
     return math.ceil(problem.M / problem.heads / (rows // heads)) * math.ceil(problem.heads / heads)
 
 
-def _backward_shared(problem: Problem, hw: Hardware, finish: str) -> Iterator[Config]:
+def _backward_shared(problem: Problem, hw: Hardware) -> Iterator[Config]:
     """Backward configurations in which programs share rows: slices of 2048 columns and more."""
     if problem.heads > 1:
         return
     bytes_of_row = problem.span * max(problem.loads)
     # Columns of a slice, in 16 bits; warps, rows, programs on a processor, steps of loads ahead and one.
     if problem.shift > 1:
-        kinds = [(2048, 2, 1, 4, 4), (1024, 2, 1, 4, 4)] if problem.layer else _well_spread(problem, bytes_of_row, hw)
+        kinds = _well_spread(problem, bytes_of_row, hw)
     elif problem.M * bytes_of_row <= 32 * 2**20:
         kinds = [(2048, 4, 2, 2, 3), (1024, 2, 1, 4, 3), (512, 2, 1, 4, 3)]
     elif bytes_of_row > 160 * 1024:
         kinds = [(part, 4, 1, 2, 3) for part in (6144, 4096, 2048, 1024)]
     else:
-        first = (2048, 4, 2, 3, 3) if problem.layer else (3072, 2, 1, 4, 3)
-        kinds = [first, (2048, 2, 1, 4, 3), (1024, 2, 1, 4, 3), (512, 2, 1, 4, 3)]
+        kinds = [(part, 2, 1, 4, 3) for part in (3072, 2048, 1024, 512)[problem.layer :]]
     for part, warps, rows, programs, stages in kinds:
         split = -(-bytes_of_row // (2 * part))
         if split > 1:
             widest = 32 * warps * vector(problem) * (2 if rows > 1 else 1)
             block = _block(-(-problem.span // split), widest, 1 / 3)
-            yield Config(rows, block, warps, stages, programs, split, finish, hold_weight=True)
+            yield Config(rows, block, warps, stages, programs, split, hold_weight=True)
 
 
 def _well_spread(problem: Problem, bytes_of_row: int, hw: Hardware) -> list[tuple[int, int, int, int, int]]:
     """Slices of rows that begin anywhere. Programs come in groups of all slices of rows that begin at each place: those
     first that leave the fewest programs of a processor without work."""
-    kinds = [(part, 4, 1, 2, 4) for part in (5120, 4096, 6144, 3072, 2048, 1024)]
+    kinds = [(5120, 4, 1, 2, 3), (3072, 4, 1, 3, 3), (2048, 4, 1, 4, 3), (1024, 4, 1, 2, 3)]
+    if problem.layer:
+        kinds = [(3072, 4, 1, 2, 3), (2048, 2, 1, 4, 3), (1024, 2, 1, 4, 3)]
 
-    def idle(kind: tuple[int, int, int, int, int]) -> float:
-        group = -(-bytes_of_row // (2 * kind[0])) * problem.period
-        return hw.processors * kind[3] % group / hw.processors
+    def cost(kind: tuple[int, int, int, int, int]) -> float:
+        """The part of programs without work; 0.05 more for each kind that is narrower."""
+        group, programs = -(-bytes_of_row // (2 * kind[0])) * problem.period, hw.processors * kind[3]
+        return programs % group / programs + 0.05 * kinds.index(kind)
 
-    return sorted(kinds, key=idle)
+    return sorted(kinds, key=cost)
 
 
 def preferences(problem: Problem, hw: Hardware) -> Iterator[Config]:

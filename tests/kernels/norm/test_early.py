@@ -1,0 +1,40 @@
+"""Launches that begin before the one ahead ends: all but those whose programs wait for each other, and what each reads
+it reads after it has waited."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+
+from stepgraph import compat
+from stepgraph.kernels.norm.triton import launch, workspace
+from tests.kernels.norm.test_spills import both_directions, recorded_launches
+
+
+def test_launches_begin_early_and_wait_before_they_read():
+    with recorded_launches() as seen:
+        both_directions(1024, 1 << 20)
+        both_directions(65536, 1 << 24)
+    early = [(what, kinds) for what, kinds in seen.values() if what.options["dependent"]]
+    assert {what.options["cooperative"] for what, _ in seen.values()} == {False, True}
+    assert all(what.options["dependent"] is not what.options["cooperative"] for what, _ in seen.values())
+    for what, kinds in early[:3]:  # forward, backward, and the sums over rows
+        source = launch.source_of(what.kernel, kinds, (), what.constants, **what.options)
+        ptx = compat.triton_compiled(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
+        reads = [found.start() for found in re.finditer(r"ld\.(volatile\.)?global|cp\.async\.c[ag]", ptx)]
+        assert ptx.index("griddepcontrol.wait") < min(reads)
+        lets = ptx.find("griddepcontrol.launch_dependents")
+        if what.kernel.fn.__name__ == "backward_kernel":
+            assert lets > max(reads), "programs of the next launch would take the place of some of this one"
+        else:
+            assert lets == -1
+
+
+def test_captures_of_deleted_graphs_give_their_memory_back(monkeypatch):
+    monkeypatch.setattr(workspace, "_wholes", {"gpu": "whole"})
+    monkeypatch.setattr(workspace, "_chunks", {"gpu": "rest"})
+    workspace.reuse()
+    assert workspace._chunks == {"gpu": "whole"}
