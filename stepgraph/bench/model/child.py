@@ -125,6 +125,7 @@ PROVIDERS: dict[str, Callable[[Parts], Step]] = {
     "stepgraph": CapturedStep,
     "stepgraph-exact": lambda parts: CapturedStep(parts, passes="exact"),
     "stepgraph-epilogues": lambda parts: CapturedStep(parts, epilogues="auto"),
+    "stepgraph-fp8": lambda parts: CapturedStep(parts, fp8="rowwise", fp8_experts=True),
 }
 
 
