@@ -68,6 +68,8 @@ def check_positions(positions: torch.Tensor, tokens: torch.Tensor, cache: object
 
 #: The buffer of a model that says which part this rank has, a scalar int64.
 PLACE = "cp_place"
+#: What gives the result of queries, keys and values.
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Context(Protocol):
@@ -83,7 +85,7 @@ class Context(Protocol):
 
     def attend(
         self,
-        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        attention: Attention,
         q: torch.Tensor,  # (B, H, T / ranks, d)
         k: torch.Tensor,  # (B, H_kv, T / ranks, d)
         v: torch.Tensor,  # (B, H_kv, T / ranks, d_v)

@@ -6,14 +6,13 @@ Every rank reads the whole batch and takes its part in the graph, by a buffer th
 graph.
 """
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stepgraph.errors import unknown_name
-from stepgraph.models.documents import PLACE, document_mask
+from stepgraph.models.documents import PLACE, Attention, document_mask
 from stepgraph.parallel.all_to_all import AllToAll
 from stepgraph.parallel.context_gather import GatheredKeys
 from stepgraph.parallel.context_ranks import ContextRanks
@@ -36,25 +35,17 @@ class Ulysses(ContextRanks):
     Source: Jacobs et al., "DeepSpeed Ulysses", 2023.
     """
 
-    def mask(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, place: torch.Tensor
-    ) -> torch.Tensor | None:
+    def mask(self, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype, place: Tensor) -> Tensor | None:
         """That of one rank."""
         return None if positions is None else document_mask(positions, dtype)
 
     def attend(
-        self,
-        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None = None,
-    ) -> torch.Tensor:
+        self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
+    ) -> Tensor:
         """``attention`` of this rank's heads. ``ValueError`` for heads that the ranks cannot share."""
         return self._by_tokens(attention(*self._by_heads(*self.cast(q, k, v))))
 
-    def _by_heads(self, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _by_heads(self, *xs: Tensor) -> tuple[Tensor, ...]:
         """Each (B, H, T / P, d) -> (B, H / P, T, d)."""
         B, _, t, _ = xs[0].shape
         rows = [self._by_rank(x).transpose(1, 2).reshape(B * t, self.ranks, -1).transpose(0, 1) for x in xs]
@@ -63,14 +54,14 @@ class Ulysses(ContextRanks):
         parts = whole.split([row.shape[-1] for row in rows], -1)
         return tuple(part.unflatten(-1, (-1, x.shape[-1])).transpose(1, 2) for part, x in zip(parts, xs, strict=True))
 
-    def _by_tokens(self, y: torch.Tensor) -> torch.Tensor:
+    def _by_tokens(self, y: Tensor) -> Tensor:
         """(B, H / P, T, d) -> (B, H, T / P, d)."""
         B, _, T, d = y.shape
         rows = y.transpose(1, 2).reshape(B, self.ranks, T // self.ranks, -1).transpose(0, 1).flatten(1, 2)
         came = AllToAll.apply(rows.contiguous(), self.group, "activation", "cp")  # (P, B t, heads)
         return came.transpose(0, 1).reshape(B, T // self.ranks, -1, d).transpose(1, 2)
 
-    def _by_rank(self, x: torch.Tensor) -> torch.Tensor:
+    def _by_rank(self, x: Tensor) -> Tensor:
         """(B, H, t, d) with heads for each rank, copies where several ranks share one."""
         heads, ranks = x.shape[1], self.ranks
         if heads % ranks and ranks % heads:

@@ -11,13 +11,12 @@ with a mask (B, 1, T / P, T). Works for any number of heads; keeps all keys and 
 Source: Dubey et al., "The Llama 3 Herd of Models", 2024, section 3.3.2, "Context parallelism".
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from stepgraph.kernels.attention.documents import DTYPES, attend_documents
-from stepgraph.models.documents import computed_in, document_mask
+from stepgraph.models.documents import Attention, computed_in, document_mask
 from stepgraph.parallel.context_ranks import ContextRanks
 
 
@@ -26,13 +25,11 @@ class GatheredKeys(ContextRanks):
 
     chunks = 2
 
-    def places(self, place: torch.Tensor) -> torch.Tensor:
+    def places(self, place: Tensor) -> Tensor:
         """The chunks of rank ``place``: an early one and a late one."""
         return torch.stack((place, 2 * self.ranks - 1 - place))
 
-    def mask(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, dtype: torch.dtype, place: torch.Tensor
-    ) -> torch.Tensor:
+    def mask(self, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype, place: Tensor) -> Tensor:
         """Numbers to add to the scores, of documents; else where each chunk's queries and keys begin and end in the
         rows of a batch, (1, 2 chunks, queries or keys, 2 B + 1) int32."""
         B, T = tokens.shape
@@ -43,14 +40,8 @@ class GatheredKeys(ContextRanks):
         return document_mask(own, dtype, self.part(rows, place, 0), T)
 
     def attend(
-        self,
-        attention: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor,
-        scale: float | None = None,
-    ) -> torch.Tensor:
+        self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+    ) -> Tensor:
         """Attention of this rank's two chunks to the keys of all ranks."""
         q, k, v = self.cast(q, k, v)
         pair = self.whole(torch.cat((k.transpose(1, 2), v.transpose(1, 2)), -1)).transpose(1, 2)
@@ -71,7 +62,7 @@ class GatheredKeys(ContextRanks):
             done.append(y.unflatten(0, (B, c)))
         return torch.cat(done, 1)[..., :width].transpose(1, 2)
 
-    def _offsets(self, B: int, T: int, place: torch.Tensor) -> torch.Tensor:
+    def _offsets(self, B: int, T: int, place: Tensor) -> Tensor:
         """Each row of a batch as two documents: a chunk and the keys up to its end, then the keys after it, which no
         query sees."""
         c = T // self.parts(T)
