@@ -1,10 +1,11 @@
 """Value-dependent work of eager, as nodes: formulas of backward, and checks. A trace has no values.
 
-Torch has other formulas for the tensors of a trace. In eager the gradient of a product divides by each factor if none
-is zero, and that of a value that fills a mask, or that is written where a mask is true, is the sum of what the mask
-selects. For a trace torch takes formulas that look at nothing and round otherwise. Here both are nodes, and values
-choose. The gradient of ``masked_scatter``'s source is moved by an index, which needs no host. Singular values and
-eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole decomposition.
+Torch has other formulas for the tensors of a trace. In eager the gradient of a product, cumulative or not, divides by
+each factor if none is zero, and that of a value that fills a mask, or that is written where a mask is true, is the sum
+of what the mask selects. For a trace torch takes formulas that look at nothing and round otherwise. Here both are
+nodes, and values choose. The gradient of ``masked_scatter``'s source is moved by an index, which needs no host.
+Singular values and eigenvalues that need no gradient eager computes alone, by another algorithm; a trace has the whole
+decomposition.
 
 Checks that eager makes on the host before it computes raise when the step runs. For the tensors of a trace torch leaves
 these out: that classes of ``one_hot`` are below their number, and that ``q`` of ``quantile`` is in [0, 1]. Those of
@@ -101,8 +102,8 @@ _VALUES = ("linalg_svdvals", "linalg_eigvalsh", "linalg_matrix_norm", "linalg_no
 
 
 class EagerFormulas(TorchFunctionMode):
-    """Inside, ``prod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's gradients, and
-    `check_call` records eager's checks.
+    """Inside, ``prod``, ``cumprod``, ``masked_fill``, ``masked_scatter`` and ``x[mask] = value`` have eager's
+    gradients, and `check_call` records eager's checks.
 
     ``is_known``: whether a mask's values are known, and with them how many elements it selects. ``is_literal``: whether
     they follow from literals. ``look``: called before each function. ``instead``: what gives its result, or None.
@@ -229,6 +230,53 @@ class _Prod(torch.autograd.Function):
         return torch.where(some, whole, grad * (result / torch.where(some, 1, x)).conj()), None, None
 
 
+def _cumprod(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    x, *dims = args
+    given = dict(zip(("dim",), dims, strict=False)) | kwargs
+    dim, dtype = given.get("dim"), given.get("dtype")
+    plain = isinstance(x, Tensor) and x.requires_grad and not compat.is_traceable_wrapper_subclass(x)
+    if not plain or not isinstance(dim, int) or given.keys() - {"dim", "dtype"} or x.ndim == 0 or x.shape[dim] < 2:
+        return func(*args, **kwargs)
+    if dtype is None:
+        dtype = compat.autocast_dtype(torch.ops.aten.cumprod.default, x)
+    return _Cumprod.apply(x if dtype is None else x.to(dtype), dim)
+
+
+class _Cumprod(torch.autograd.Function):
+    """``x.cumprod(dim)``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            result = x.cumprod(dim)
+        ctx.save_for_backward(x, result)
+        ctx.dim = dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x, result), dim = ctx.saved_tensors, ctx.dim
+        zeros = x == 0
+        if torch.is_grad_enabled():
+            some = zeros.any()
+            whole = torch.ops.aten.cumprod_backward(grad, x, dim, result)
+            return torch.where(some, whole, _sums_behind(result.conj() * grad, dim) / x.where(~some, 1).conj()), None
+        count = zeros.cumsum(dim)
+        before, one = count == 0, count == 1  # the first zero of a row, and what is behind it, up to the second
+        first = one.long().argmax(dim, keepdim=True)
+        at_first = torch.zeros_like(one).scatter_(dim, first, True).logical_and_(one)
+        simple = _sums_behind((result.conj() * grad).masked_fill(~before, 0), dim) / x.conj()
+        factors = x.conj().masked_fill(~(one & ~at_first), 1).cumprod(dim)
+        product = result.gather(dim, (first - 1).relu_()).masked_fill_(first == 0, 1).conj()
+        of_first = (factors * grad.masked_fill(~one, 0)).sum(dim, keepdim=True) * product
+        return torch.where(at_first, of_first, simple.where(before, 0)), None
+
+
+def _sums_behind(x: Tensor, dim: int) -> Tensor:
+    """For each element of ``x``, the sum of it and of the ones behind it."""
+    return x.flip(dim).cumsum(dim).flip(dim)
+
+
 def _without_each(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     """``grad`` times the product of all other elements along ``dim``, without a division."""
     size = x.shape[dim]
@@ -320,6 +368,7 @@ class _PutBy(torch.autograd.Function):
 
 _SPECIAL = {
     **dict.fromkeys((torch.prod, Tensor.prod), _prod),
+    **dict.fromkeys((torch.cumprod, Tensor.cumprod), _cumprod),
     **dict.fromkeys((Tensor.__setitem__, Tensor.index_put_, torch.index_put, Tensor.index_put), _put),
     **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), partial(_FilledBy.by_mask, "value")),
     **dict.fromkeys(
