@@ -111,3 +111,28 @@ def test_lightning(tmp_path):
     assert same_weights(model, twin)
     saved = torch.load(next((tmp_path / "True").rglob("*.ckpt")), weights_only=False)
     assert set(saved["optimizer_states"][0]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_fabric():
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
+    model, batches = parts()
+    twin = copy.deepcopy(model)
+    ends = []
+    for which in (twin, model):
+        module, optimizer = fabric.setup(which, torch.optim.AdamW(which.parameters(), lr=1e-2))
+        if which is model:
+            plain = optimizer.optimizer
+            step = stepgraph.capture(module.module, loss_fn, batches[0], plain, max_grad_norm=1.0, passes="exact")
+        losses = []
+        for batch in batches:
+            if which is model:
+                loss = step(batch)
+            else:
+                optimizer.zero_grad()
+                loss = loss_fn(module, batch)
+                fabric.backward(loss)
+                fabric.clip_gradients(module, optimizer, max_norm=1.0)
+                optimizer.step()
+            losses.append(loss.item())
+        ends.append(losses)
+    assert ends[0] == ends[1] and same_weights(model, twin)
