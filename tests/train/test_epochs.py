@@ -79,7 +79,7 @@ def test_a_run_of_epochs_and_its_continuation(trainer, text, tmp_path, capsys):
     assert trainer.resume(half, "--epochs", 2) == 0
     assert trainer.summary(half)["steps"] == math.ceil(2 * rows / 4)
     assert trainer.resume(half, "--epochs", 2) == 2
-    assert "use more with --epochs" in capsys.readouterr().err
+    assert "ask for more with --epochs" in capsys.readouterr().err
     longer = parse_train(["--resume", str(half), "--steps", "99"])
     assert (longer.steps, longer.epochs) == (99, None)
 
