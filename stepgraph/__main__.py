@@ -1,6 +1,7 @@
 """The entry point of ``stepgraph`` and ``python -m stepgraph``."""
 
 import gc
+import sys
 from typing import NoReturn
 
 from stepgraph.cli import main
@@ -16,6 +17,9 @@ def run() -> NoReturn:
     except SystemExit as end:
         if end.code == INTERRUPTED:
             end_process(INTERRUPTED)
+        triton = sys.modules.get("triton")
+        if triton is not None and tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+            gc.unfreeze()  # it prints what Python's end does not collect as 30 lines of leaks
         raise
 
 

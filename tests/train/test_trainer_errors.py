@@ -146,8 +146,7 @@ def test_without_a_cpp_compiler_inductor_says_what_to_do(trainer, tmp_path, monk
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # nothing compiled before serves
     output, _ = (process := trainer.start(*ONE_LAYER, "--inductor", "full", "--out", tmp_path / "run")).communicate()
     assert process.returncode == 2 and "Traceback" not in output
-    (said,) = [line for line in output.splitlines() if line.startswith("error: ")]  # Triton 3.9 lists its leaks below
-    assert said == (
+    assert output.splitlines()[-1] == (
         "error: Inductor finds no C++ compiler (it tried no-such-compiler): install one, g++ for example, or "
         "turn Inductor off, by --inductor off or passes='exact'"
     )
