@@ -239,11 +239,12 @@ def _cumprod(func: Any, *args: Any, **kwargs: Any) -> Tensor:
         return func(*args, **kwargs)
     if dtype is None:
         dtype = compat.autocast_dtype(torch.ops.aten.cumprod.default, x)
-    return _Cumprod.apply(x if dtype is None else x.to(dtype), dim)
+    x = x if dtype is None else x.to(dtype)
+    return func(x, dim) if x.is_complex() else _Cumprod.apply(x, dim)
 
 
 class _Cumprod(torch.autograd.Function):
-    """``x.cumprod(dim)``."""
+    """``x.cumprod(dim)`` of real numbers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -260,14 +261,14 @@ class _Cumprod(torch.autograd.Function):
         if torch.is_grad_enabled():
             some = zeros.any()
             whole = torch.ops.aten.cumprod_backward(grad, x, dim, result)
-            return torch.where(some, whole, _sums_behind(result.conj() * grad, dim) / x.where(~some, 1).conj()), None
+            return torch.where(some, whole, _sums_behind(result * grad, dim) / x.where(~some, 1)), None
         count = zeros.cumsum(dim)
         before, one = count == 0, count == 1  # the first zero of a row, and what is behind it, up to the second
         first = one.long().argmax(dim, keepdim=True)
         at_first = torch.zeros_like(one).scatter_(dim, first, True).logical_and_(one)
-        simple = _sums_behind((result.conj() * grad).masked_fill(~before, 0), dim) / x.conj()
-        factors = x.conj().masked_fill(~(one & ~at_first), 1).cumprod(dim)
-        product = result.gather(dim, (first - 1).relu_()).masked_fill_(first == 0, 1).conj()
+        simple = _sums_behind((result * grad).masked_fill(~before, 0), dim) / x
+        factors = x.masked_fill(~(one & ~at_first), 1).cumprod(dim)
+        product = result.gather(dim, (first - 1).relu_()).masked_fill_(first == 0, 1)
         of_first = (factors * grad.masked_fill(~one, 0)).sum(dim, keepdim=True) * product
         return torch.where(at_first, of_first, simple.where(before, 0)), None
 
