@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 WARPS = 4
 #: Elements of a tile of one half: 16 a thread.
 TILE = 2048
-#: Columns of the widest half whose row a program casts, and programs that cast.
-LONGEST, CASTERS = 8192, 2112
+#: Columns of the widest half whose row a program casts.
+LONGEST = 8192
 
 
 @triton.jit
@@ -93,17 +93,16 @@ def _swiglu_rows_backward_kernel(
 def _swiglu_rows_cast_kernel(
     gate_up, offsets, y, q, scale, experts, F, q_stride, scale_stride, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Rows of the product, cast one by one. ``y``: None where nothing reads the product."""
-    column = tl.arange(0, BLOCK)[None, :]
-    for number in range(tl.program_id(0), tl.load(offsets + experts - 1), tl.num_programs(0)):
-        row = number + tl.zeros([1, 1], tl.int64)
+    """Row ``program_id(0)`` of the product, cast. ``y``: None where nothing reads the product."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    if row < tl.load(offsets + experts - 1):
         at, inside = gate_up + row * (2 * F) + column, column < F
         value = _product(tl.load(at, mask=inside, other=0.0), tl.load(at + F, mask=inside, other=0.0))
         if y is not None:
             tl.store(y + row * F + column, value, mask=inside)
         top = _top(tl.max(_bits(value), 1), _SMALLEST)
         tl.store(q + row * q_stride + column, _rounded(value, top[:, None], MOST, q.dtype.element_ty), mask=inside)
-        tl.store(scale + row * scale_stride, _scale(top, MOST)[:, None])
+        tl.store(scale + row * scale_stride + tl.zeros([1], tl.int32), _scale(top, MOST))
 
 
 @triton.jit
@@ -111,10 +110,9 @@ def _swiglu_rows_cast_backward_kernel(
     dy, gate_up, offsets, dgate_up, q, scale, experts, F, q_stride, scale_stride,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of both gradients, each cast with one scale. ``dgate_up``: None where nothing reads them."""
-    column = tl.arange(0, BLOCK)[None, :]
-    for number in range(tl.program_id(0), tl.load(offsets + experts - 1), tl.num_programs(0)):
-        row = number + tl.zeros([1, 1], tl.int64)
+    """Row ``program_id(0)`` of both gradients, cast with one scale. ``dgate_up``: None where nothing reads them."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    if row < tl.load(offsets + experts - 1):
         at, inside = row * (2 * F) + column, column < F
         d = tl.load(dy + row * F + column, mask=inside, other=0.0)
         g = tl.load(gate_up + at, mask=inside, other=0.0)
@@ -126,7 +124,7 @@ def _swiglu_rows_cast_backward_kernel(
         to = q + row * q_stride + column
         tl.store(to, _rounded(dgate, top[:, None], MOST, q.dtype.element_ty), mask=inside)
         tl.store(to + F, _rounded(dup, top[:, None], MOST, q.dtype.element_ty), mask=inside)
-        tl.store(scale + row * scale_stride, _scale(top, MOST)[:, None])
+        tl.store(scale + row * scale_stride + tl.zeros([1], tl.int32), _scale(top, MOST))
 
 
 def configuration(F: int) -> tuple[int, int]:
@@ -168,7 +166,7 @@ def launch_cast(gate_up: Tensor, offsets: Tensor, keep: bool) -> tuple[Tensor, T
     packed, y = new_packed(gate_up, F), gate_up.new_empty((R, F) if keep else 0)
     q, scale = unpack(packed)
     block, warps = cast_configuration(F, gate_up.element_size())
-    _swiglu_rows_cast_kernel[(min(R, CASTERS),)](
+    _swiglu_rows_cast_kernel[(R,)](
         gate_up.contiguous(), offsets.contiguous(), y if keep else None, q, scale, offsets.shape[0], F, q.stride(0),
         scale.stride(0), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
     )  # fmt: skip
@@ -183,7 +181,7 @@ def launch_cast_backward(dy: Tensor, gate_up: Tensor, offsets: Tensor, keep: boo
     packed, grad = new_packed(gate_up, 2 * F), gate_up.new_empty((R, 2 * F) if keep else 0)
     q, scale = unpack(packed)
     block, warps = cast_configuration(F, gate_up.element_size())
-    _swiglu_rows_cast_backward_kernel[(min(R, CASTERS),)](
+    _swiglu_rows_cast_backward_kernel[(R,)](
         dy.contiguous(), gate_up.contiguous(), offsets.contiguous(), grad if keep else None, q, scale,
         offsets.shape[0], F, q.stride(0), scale.stride(0), MOST=MOST[q.dtype], BLOCK=block, num_warps=warps,
     )  # fmt: skip
