@@ -315,7 +315,7 @@ def refuse_data_assigned(slots: Sequence[Slot], tensors: Sequence[torch.Tensor],
             raise CaptureError(
                 f"forward assigns {slot.name}.data, and a captured step keeps its state in the same memory; write in "
                 "place with .data.copy_(...), or, if only the first call assigns it, as bitsandbytes' layers cast "
-                "their bias, call the model once before the capture"
+                "their bias, call the model once before the capture; instead of load_in_8bit, give load_in_4bit"
             )
 
 
