@@ -11,7 +11,7 @@ from torch.fx.passes.split_module import split_module
 from stepgraph.graph.facts import argument, has_generator, packet
 from stepgraph.graph.host_copies import is_host_copy
 from stepgraph.graph.provenance import provenance
-from stepgraph.kernels import masked_sum  # noqa: F401  (defines an operator of torch.ops.stepgraph)
+from stepgraph.kernels import ctc, masked_sum  # noqa: F401  (define operators of torch.ops.stepgraph)
 from stepgraph.kernels.moe import grouped
 
 #: Grouped products, torch's and ours.
@@ -28,7 +28,7 @@ _CHOLESKY = (aten.cholesky,) if hasattr(aten, "cholesky") else ()  # torch 2.15 
 for _packet in (
     *(aten._ctc_loss_backward, aten._linalg_check_errors, aten._linalg_eigh, aten._linalg_svd, aten._unique),
     *(*_CHOLESKY, aten.histc, aten.isin, aten.linalg_eig, aten.linalg_matrix_exp, aten.linalg_pinv),
-    *(aten.segment_reduce, aten._to_sparse),
+    *(aten.segment_reduce, aten._to_sparse, torch.ops.stepgraph.ctc_loss),
 ):
     WAITING |= {getattr(_packet, name) for name in _packet.overloads()}
 _INDEXINGS = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl, aten._unsafe_index_put)

@@ -101,10 +101,10 @@ def comparisons_of_rounded_values(w, b, x):
 
 
 def what_a_cast_loses(w, b, x):
-    high = (w * x).bfloat16()
-    low = (w * x - high.float()).half()
+    high = x.bfloat16()
+    low = (x - high.float()).half()  # of a product a GPU would not round the one that it subtracts from
     b.copy_(low + (x.double() - x.double().float().double()) + (x - x.bfloat16()) * 1e3)
-    return (high.float() + low.float() * 1e3).sum()
+    return (w * (high.float() + low.float() * 1e3)).sum()
 
 
 def diagonals_of_a_copy(w, b, x):
