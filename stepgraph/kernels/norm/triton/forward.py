@@ -31,7 +31,6 @@ from stepgraph.kernels.norm.triton.rows import (
     tied,
     tile_mask,
     trimmed,
-    widened,
 )
 from stepgraph.kernels.norm.triton.wide import begin, collect, end, leave, publish, share_slot, words_of_group
 
@@ -91,11 +90,11 @@ def row_piece(x_row, r_row, valid, at, shift, N: tl.constexpr, SHIFT: tl.constex
 
 
 @triton.jit
-def affine(y, rs, lift, w, b, OFFSET: tl.constexpr):
+def affine(y, mu, rs, w, b, OFFSET: tl.constexpr):
     """y in float32, of one piece."""
+    if mu is not None:
+        y -= mu[:, None]
     y = y * rs[:, None]
-    if lift is not None:
-        y += lift[:, None]
     if w is not None:
         y = y * (w + OFFSET)
     if b is not None:
@@ -191,7 +190,6 @@ def forward_step(
         publish(squares, share_slot(words, turn, 0, KINDS, SPLIT, ROWS, EXCHANGE), part, turn, ROWS, EXCHANGE)
         squares = tl.sum(collect(words, turn, KINDS, SPLIT, ROWS, EXCHANGE)[0], 0)
     rs = tl.rsqrt(squares / N + eps)
-    lift = -mu * rs if LAYER else None
     y_row = y + start
     once = valid & (part == 0)
     tl.store(rstd + row, rs, mask=once)
@@ -208,11 +206,11 @@ def forward_step(
             if bias is not None:
                 b = load_weight(bias, head, at, shift, N, H, SUM, SHIFT, full(k, FULL, SHIFT)).to(tl.float32)
         else:
-            w = widened(ws[k], zero, HOLD_W) if weight is not None else None
-            b = widened(bs[k], zero, HOLD_W) if bias is not None else None
+            w = hold(ws[k], zero, HOLD_W).to(tl.float32) if weight is not None else None
+            b = hold(bs[k], zero, HOLD_W).to(tl.float32) if bias is not None else None
         w = spread(w, ROWS) if weight is not None else None
         b = spread(b, ROWS) if bias is not None else None
-        value = affine(widened(hs[k], zero, HOLD), rs, lift, w, b, OFFSET)
+        value = affine(hold(hs[k], zero, HOLD).to(tl.float32), mu, rs, w, b, OFFSET)
         rounded = value.to(y.dtype.element_ty)
         store_tile(y_row + at[None, :], rounded, valid, at, shift, N, SHIFT, full(k, FULL, SHIFT), "")
 

@@ -162,7 +162,8 @@ def register_estimate(problem: Problem, config: Config) -> float:
         extra += 8 + held if problem.backward else 20
     if problem.shift > 1 and problem.backward:
         # The ends of rows are handled separately.
-        extra += elements * (1.3 if not problem.layer else 1.15 if config.split == 1 else 0.3 + 0.1 / at_once)
+        whole = config.split == 1
+        extra += elements * ((1.15 if whole else 0.3 + 0.1 / at_once) if problem.layer else 1.9 if whole else 1.3)
     every = 18 + pointers + held + weights + sums + along + extra
     # Products of a single tile are summed as they are made.
     return 0.8 * every if problem.backward and config.split > 1 and config.pieces(problem.span) == 1 else every

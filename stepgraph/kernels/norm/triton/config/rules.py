@@ -12,7 +12,7 @@ forward     a thread holds 32 bytes of a row, and rows until it holds 32 bytes, 
 backward    few warps a program, so that its sums over a row meet in few places: one for rows of up to 2.75 KiB, two up
             to 3.5, four up to 12, eight up to 24. A program takes one row a step, or as many as make 3 KiB, with two or
             three steps of loads ahead; programs on a processor are as many as make some 64 KiB in flight. A single step
-            is not pipelined. From 9 KiB on a thread has one vector of a tile: wider tiles took more registers.
+            is not pipelined. Of long rows a thread has one vector of a tile: wider tiles took more registers.
 long rows   that no program can hold, or that are many in backward, are shared by programs with a slice each (see
             `wide`). Of rows that begin anywhere, slices are such that few programs have no work.
 sums        over rows are finished by a second, small launch (see `partials`).
@@ -208,7 +208,7 @@ def _weight(problem: Problem, config: Config, hw: Hardware) -> str:
     short = problem.N * max(problem.loads) < 16 * 1024
     together = "with" if max(problem.loads) == problem.weight_size == 2 and short else "before"  # see `rows.tied`
     if problem.layer:
-        return "after" if problem.N * max(problem.loads) > 4096 and not _few(problem, hw) else together
+        return "after" if problem.N * max(problem.loads) > 4096 and not (short and _few(problem, hw)) else together
     registers = columns * (rows * max(problem.loads) + problem.weights * problem.weight_size) / 4
     few = _few(problem, hw)
     if registers * config.threads > REGISTERS * (0.45 if few else 0.25):
@@ -239,7 +239,7 @@ def _backward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
     rows = _floor(3200 / bytes_of_row)
     if warps == 1:
         programs, stages = 4, 4
-    elif warps == 2:
+    elif warps == 2 and 8 * hw.processors <= problem.M:
         programs, stages = 4, 3
     elif bytes_of_row <= 4224:
         # Of rows that begin anywhere a program takes as many as give each thread one vector of a tile: see `fits`.
@@ -249,20 +249,20 @@ def _backward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
         if 8 * hw.processors > problem.M:  # few rows: fewer sums to add up
             programs, stages = 1, 4
     else:
-        programs, stages = 1, 4 if bytes_of_row < 16 * 1024 else 3
+        programs, stages = 1, 4 if bytes_of_row < 16 * 1024 and problem.shift == 1 else 3
     while warps <= 16:
         full = 32 * warps * vec
         padding = 1 / 7 if warps < 8 else 1 / 4
-        widest = 2 * full // rows if bytes_of_row <= 9216 else full
+        widest = 2 * full // rows if bytes_of_row <= (9216 if problem.layer else 12288) else full
         block = _block(problem.span, widest, padding + 0.001, min(full // 2, full // rows))
         if problem.shift > 1:
             block = min(block, max(32, full // rows))
         for fewer in (rows, *(1 << k for k in reversed(range(rows.bit_length() - 1)))):
             once = _steps(problem, fewer) <= hw.processors * programs
-            more = 2 if warps == 1 and fewer * bytes_of_row <= 1200 else 1
+            more = 2 if warps == 1 and fewer * bytes_of_row <= 1200 and _bytes(problem) > 2**24 else 1
             hold = problem.layer or not problem.sums
             config = Config(fewer, block, warps, 1 if once else stages, programs * more, hold_weight=hold)
-            if fewer == 1 or elements_of_thread(problem, config)[1] <= 32:
+            if fewer == 1 or once or elements_of_thread(problem, config)[1] <= 32:
                 yield config
         warps, programs, stages = warps * 2, max(1, programs // 2), 3
 
