@@ -14,10 +14,10 @@ class Package:
         self.name, self.module, self.needed, self.instead = name, module, needed, instead
         #: Whether it is installed: nothing is imported.
         self.installed = installed
-        #: Why it cannot be used in this process, in one line; None where it can. Loading it takes seconds.
         self.unavailable = functools.cache(self._unavailable)
 
     def _unavailable(self) -> str | None:
+        """Why the package cannot be used in this process, in one line; None where it can. Loading it takes seconds."""
         if not self.installed():
             return f"{self.name} is not installed"
         try:
