@@ -144,6 +144,19 @@ def test_norms_during_the_last_reduction(traced):
     assert all(wait in upstream(n) for n in norms[len(early) : -1])  # the last one is of the norms
 
 
+def test_norms_stay_behind_what_an_optimizer_writes(traced):
+    """As of gradients that it scales in place, or of weights that it decays: `torch._foreach_mul_` returns nothing."""
+    module = torch.fx.GraphModule(traced.module, copy.deepcopy(traced.graph))
+    step = dataclasses.replace(traced, module=module, executable=None, recording=None, log=[])
+    norms = [n for n in step.graph.nodes if n.target is torch.ops.aten.linalg_vector_norm.default]
+    with step.graph.inserting_before(min(norms)):
+        read = [x for n in norms[:-1] for x in n.all_input_nodes]
+        scaled = step.graph.call_function(torch.ops.aten._foreach_mul_.Scalar, (read, 0.5))
+    scaled.meta = {**norms[0].meta, "val": None}
+    run_passes(step, [get("bucket_collectives"), get("overlap")])
+    assert scaled < min(norms)
+
+
 def test_nothing_moves_where_memory_would_grow(traced):
     step = moved(traced, 0.0)
     if estimate_memory(moved(traced, 4.0).graph).peak > estimate_memory(traced.graph).peak:

@@ -87,12 +87,15 @@ def _prefetch(step: StepGraph, gathers: list[Collective]) -> None:
 
 
 def _norms_early(step: StepGraph, reductions: list[Collective]) -> int:
-    """Move norms of gradients that are there before the last wait for a reduction before it. How many."""
-    last = max((c.wait for c in reductions), default=None)
+    """Move norms of gradients that are there before the last wait for a reduction, and not written after it, before it.
+    How many."""
+    last, aliases = max((c.wait for c in reductions), default=None), Aliases(step.graph)
     norms = [n for n in step.nodes("optimizer") if last and n.target in _NORMS and max(n.all_input_nodes) < last < n]
-    for node in norms:
+    at = aliases.position
+    early = [n for n in norms if not any(aliases.written_between(x, at[last], at[n]) for x in n.all_input_nodes)]
+    for node in early:
         last.prepend(node)
-    return len(norms)
+    return len(early)
 
 
 def _wait_late(wait: fx.Node) -> None:
