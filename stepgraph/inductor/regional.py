@@ -22,7 +22,8 @@ Inductor drops a cast that a wider one follows, and computes in float32 what is 
 value before it is rounded. ``x.bfloat16().float() - x`` was 0, a compensated sum lost its compensation, and values
 compared unequal to what they were rounded to. It keeps arithmetic on bits. Before -> after: ``c = cast(x, bfloat16);
 cast(c, float32)`` -> ``c = cast(x, bfloat16); r = view(view(c, int16) | 0, bfloat16); cast(r, float32)``; likewise a
-half value that is stored in an input and read again, and the operands of a comparison, whose literal eager rounds too.
+half value that is stored in an input and read again; what ``isinf``, ``floor`` and the like read; and the operands of
+a comparison, whose literal eager rounds too.
 """
 
 import itertools
@@ -105,12 +106,14 @@ def _call(graph: fx.Graph, target: Any, operand: fx.Node, *args: Any, **kwargs: 
 
 _HALF, _WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 _COMPARISONS = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
+#: Operators whose results jump: the smallest difference of what they read may give another number.
+_JUMPS = (aten.argmax, aten.argmin, aten.ceil, aten.floor, aten.isinf, aten.round, aten.sign, aten.trunc)
 
 
 def keep_rounding(graph: fx.Graph) -> None:
     """Let what can tell read the values of ``graph`` rounded."""
     for node in [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]:
-        if packet(node) in _COMPARISONS:
+        if packet(node) in (*_COMPARISONS, *_JUMPS):
             _round_operands(graph, node)
             continue
         readers = [user for user in node.users if not _stores(user, node)]
@@ -166,10 +169,9 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _round_operands(graph: fx.Graph, node: fx.Node) -> None:
-    """Let a comparison read what is of half precision, or was before it was cast, as eager rounds it."""
-    first, other = node.args
-    if not isinstance(other, fx.Node) and _dtype(first) in _HALF:
-        node.update_arg(1, torch.tensor(other, dtype=_dtype(first)).item())
+    """Let ``node`` read what is of half precision, or was before it was cast, as eager rounds it."""
+    if packet(node) in _COMPARISONS and not isinstance(node.args[1], fx.Node) and _dtype(node.args[0]) in _HALF:
+        node.update_arg(1, torch.tensor(node.args[1], dtype=_dtype(node.args[0])).item())
     for operand in node.all_input_nodes:
         source = operand
         while (is_view(source) or packet(source) is aten._to_copy) and _dtype(source) in _WIDE:

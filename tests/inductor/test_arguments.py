@@ -211,6 +211,20 @@ def test_what_is_compared_is_rounded_as_floats_alone():
     torch.testing.assert_close(module(x), function(x))
 
 
+def test_what_jumps_reads_rounded_values():
+    """An overflow of fp16 is found where it is not stored, and 2.999 is 3.0 in bf16."""
+
+    def function(x):
+        half, low = x.bfloat16(), x.half()
+        return low.isinf(), low.sign(), half.floor(), half.round(), half[:, 1:].argmax(1)
+
+    x = torch.tensor([[70000.0, 2.9999, 3.0001, 2.5001, -2.9999, 4.9999, 1e-9, 5.0]])
+    module = make_fx(function, tracing_mode="fake")(x)
+    keep_rounding(module.graph)
+    module.recompile()
+    torch.testing.assert_close(torch.compile(module)(x), function(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_casts_that_no_wider_operator_reads_stay(dtype):
     product = lambda x, w: ((x.to(dtype) @ w.to(dtype)).relu() * 2).float() > 0.3  # noqa: E731

@@ -3,8 +3,8 @@
 ``addresses`` (2, P) int64: where the memory of each rank begins, and where its flags do; both are within reach of all.
 A flag is an int32 per channel and sending rank: 1 from when it is set until it is waited for.
 
-What waits is one small program for
-each rank: where other kernels have all processors it starts when one of them ends, and none of them waits for it.
+What waits is one small program for each rank: where other kernels have all processors it starts when one of them ends,
+and none of them waits for it.
 """
 
 import torch
