@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from stepgraph.costs.fp8 import cast_seconds, product_seconds, recast_seconds
+from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder
 from stepgraph.graph.edit import replace as replace_node
 from stepgraph.graph.facts import is_cast, leaves_rest, swapped
@@ -73,6 +74,7 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
     stays: Counter[str] = Counter()
     packed: dict[fx.Node, fx.Node] = {}
     casts: dict[tuple, tuple[fx.Node, ...]] = {}
+    aliases = Aliases(step.graph)
     for node in step.calling(_PRODUCT, _WEIGHT_PRODUCT):
         report.matched += 1
         if why := _refusal(node, options, packed):
@@ -83,7 +85,7 @@ def fp8_experts(step: StepGraph, options: ExpertFp8Options, report: PassReport) 
             rows, weight, offsets = node.args[:3]
             if rows not in packed:
                 packed[rows] = Builder(node, before=min(rows.users))(ours.cast_packed_rows.default, rows)
-            w, weight_scale = _cast_weight(weight, build, casts)
+            w, weight_scale = _cast_weight(weight, build, casts, aliases)
             rest = {"zero_rest": False} if leaves_rest(node) else {}
             new = build(ours.grouped_scaled_mm.default, packed[rows], w, weight_scale, offsets, **rest)
         else:
@@ -147,7 +149,7 @@ def _cast_where_made(rows: fx.Node, cast: fx.Node) -> bool:
     return True
 
 
-def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node, ...]:
+def _cast_weight(weight: fx.Node, build: Builder, casts: dict, aliases: Aliases) -> tuple[fx.Node, ...]:
     """Values (E, N, K) and scales (E, N) of the transposes of ``weight`` (E, K, N). Of a weight that is rounded from
     fp32, the rows are cast without the rounding, which takes one kernel instead of two; transposed, it is rounded again
     where it is cast, and not kept."""
@@ -156,6 +158,8 @@ def _cast_weight(weight: fx.Node, build: Builder, casts: dict) -> tuple[fx.Node,
     if key not in casts:
         bf16 = straight or weight
         source = bf16.args[0] if is_cast(bf16) and bf16.args[0].meta["val"].dtype == torch.float32 else None
+        if source and aliases.written_between(source, aliases.position[bf16], aliases.position[build.place]):
+            source = None
         if straight:
             x = source or straight
         else:

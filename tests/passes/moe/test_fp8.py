@@ -118,13 +118,23 @@ def test_the_bits_of_products_that_are_cast_by_hand(recipe):
 
 
 def test_weights_in_fp32_are_cast_without_a_copy_in_bf16():
-    """Forward reads the weight itself; backward, which reads it transposed, rounds it anew."""
+    """Forward reads the weight itself; backward, which reads it transposed, rounds it again."""
     step = products(F=32, master=True)
     run_passes(step, [get("fp8_experts", unprofitable=True)])
     forward, backward = step.graph.find_nodes(op="call_function", target=ours.cast_scaled_rows.default)
     (rounded,) = step.graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
     assert [n.args[0].meta["val"].dtype for n in (forward, backward)] == [torch.float32, torch.bfloat16]
     assert forward < rounded < backward
+
+
+def test_weights_that_are_written_after_their_cast_are_not_read_again():
+    step = products(F=32, master=True)
+    first, (cast,) = step.calling(PRODUCTS[0])[0], step.calling(torch.ops.aten._to_copy.default)
+    with step.graph.inserting_before(first):
+        step.graph.call_function(torch.ops.aten.mul_.Tensor, (cast.args[0], 2.0)).meta.update(first.meta)
+    run_passes(step, [get("fp8_experts", unprofitable=True)])
+    casts = step.calling(ours.cast_scaled_rows.default)
+    assert {n.args[0].meta["val"].dtype for n in casts} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
