@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    is_fake,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -95,18 +96,18 @@ def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool
 
 
 @contextlib.contextmanager
-def shown_tensors(note: Callable[[torch.Tensor], None], counts: Callable[[str], bool]) -> Iterator[None]:
-    """Inside, ``note`` receives each tensor with values that is printed or formatted by code whose file ``counts``."""
+def shown_tensors(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Inside, ``note`` receives each tensor with values that this thread prints or formats."""
     show = torch._tensor_str._str
 
     def noting(tensor: torch.Tensor, **options: Any) -> str:
-        if isinstance(tensor, FakeTensor) or not counts(sys._getframe(2).f_code.co_filename):
+        if is_fake(tensor):
             return show(tensor, **options)
         note(tensor)
         with _disable_current_modes():
             return show(tensor, **options)
 
-    with replaced(torch._tensor_str, _str=noting):
+    with replaced(torch._tensor_str, _str=for_this_thread(noting, show)):
         yield
 
 

@@ -142,6 +142,7 @@ def of_a_literal_written_before_it_is_read(x):
 
 
 HELD, SHARED = torch.tensor([1.0, 2.0, 3.0]), np.ones(3, "float32")
+ELEMENT = HELD[1]
 
 
 def a_sum(x):
@@ -196,7 +197,13 @@ def test_values_of_buffers_and_of_tensors_from_outside_are_compared(look, accumu
 
 
 @pytest.mark.parametrize(
-    "look", [lambda x: float(HELD.numpy()[0] + np.asarray(HELD)[1]), lambda x: float(str(HELD)[8])]
+    "look",
+    [
+        lambda x: float(HELD.numpy()[0] + np.asarray(HELD)[1]),
+        lambda x: float(np.from_dlpack(HELD)[1]),
+        lambda x: float(str(HELD)[8]),
+        lambda x: float(repr(ELEMENT)[7]),
+    ],
 )
 def test_memory_of_a_tensor_from_outside_that_is_read_is_compared(look):
     HELD.copy_(torch.tensor([1.0, 2.0, 3.0]))

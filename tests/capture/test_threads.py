@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,14 @@ def draw_once(drawn=[]):  # noqa: B006
 @pytest.mark.parametrize("work", [seed, train, fork, draw_once], ids=lambda work: work.__name__)
 def test_another_thread_finds_torch_as_it_is(monkeypatch, work):
     assert during_a_trace(monkeypatch, work)(X) == captured()(X)
+
+
+def test_what_another_thread_reads_is_not_compared(monkeypatch):
+    seen = torch.zeros(3)
+    step = during_a_trace(monkeypatch, lambda: (seen.numpy(), str(seen)))
+    seen.fill_(1.0)
+    with warnings.catch_warnings(action="error"):
+        step(X)  # and it is not captured again
 
 
 def test_another_thread_that_draws_in_each_trace_is_named(monkeypatch):

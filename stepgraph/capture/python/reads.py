@@ -18,6 +18,7 @@ import contextvars
 import ctypes
 import os
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -164,12 +165,12 @@ class Reads:
         self._modules: dict[int, ModuleType] = {}  # Python modules that code names values of
         self._looked_for: set[str] = set()  # names that were searched in all of them
         # These read memory: no operator is called. One of each for all traces of a step: it may be met itself.
-        self._of_memory = {name: self._seeing_memory(name) for name in ("tolist", "numpy")}
+        self._of_memory = {name: self._seeing_memory(name) for name in ("tolist", "numpy", "__dlpack__")}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
         """Record what is read inside. Changes to other objects than the model are undone."""
-        self._is_noted = True
+        self._is_noted, self._thread = True, threading.get_ident()
         self._variables = dict(os.environ)
         environment = type(os.environ)
         variable, names, size = environment.__getitem__, environment.__iter__, environment.__len__
@@ -178,7 +179,7 @@ class Reads:
         environment.__len__ = lambda environ: self._see_variable(size, environ, None)
         inside = contextlib.ExitStack()
         inside.enter_context(compat.replaced(torch.Tensor, **self._of_memory))
-        inside.enter_context(compat.shown_tensors(self.read.append, is_of_program))
+        inside.enter_context(compat.shown_tensors(self.read.append))
         inside.enter_context(ENTROPY.counted(is_of_program))
         inside.enter_context(compat.replaced(values.NotedModule, seen=self._see_of_module))
         inside.enter_context(around_imports(self._imported))
@@ -339,7 +340,7 @@ class Reads:
         read = getattr(torch.Tensor, name)
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if compat.is_fake(tensor):
+            if compat.is_fake(tensor) or threading.get_ident() != self._thread:
                 return read(tensor, *args, **kwargs)
             self.read.append(tensor)
             with compat.without_modes():
