@@ -22,8 +22,8 @@ Inductor drops a cast that a wider one follows, and computes in float32 what is 
 value before it is rounded. ``x.bfloat16().float() - x`` was 0, a compensated sum lost its compensation, and values
 compared unequal to what they were rounded to. It keeps arithmetic on bits. Before -> after: ``c = cast(x, bfloat16);
 cast(c, float32)`` -> ``c = cast(x, bfloat16); r = view(view(c, int16) | 0, bfloat16); cast(r, float32)``; likewise a
-half value that is stored in an input and read again; what ``isinf``, ``floor`` and the like read; and the operands of
-a comparison, whose literal eager rounds too.
+half value that is stored in an input and read again; what ``isinf``, ``floor``, a cast to integers and the like read;
+and the operands of a comparison, whose literal eager rounds too.
 """
 
 import itertools
@@ -113,7 +113,8 @@ _JUMPS = (aten.argmax, aten.argmin, aten.ceil, aten.floor, aten.isinf, aten.roun
 def keep_rounding(graph: fx.Graph) -> None:
     """Let what can tell read the values of ``graph`` rounded."""
     for node in [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]:
-        if packet(node) in (*_COMPARISONS, *_JUMPS):
+        to_integers = packet(node) is aten._to_copy and not _dtype(node).is_floating_point
+        if to_integers or packet(node) in (*_COMPARISONS, *_JUMPS):
             _round_operands(graph, node)
             continue
         readers = [user for user in node.users if not _stores(user, node)]

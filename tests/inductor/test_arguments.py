@@ -216,12 +216,13 @@ def test_what_jumps_reads_rounded_values():
 
     def function(x):
         half, low = x.bfloat16(), x.half()
-        return low.isinf(), low.sign(), half.floor(), half.round(), half[:, 1:].argmax(1)
+        return low.isinf(), low.sign(), half.floor(), half.round(), half[:, 1:].argmax(1), (x * 3).bfloat16().long()
 
     x = torch.tensor([[70000.0, 2.9999, 3.0001, 2.5001, -2.9999, 4.9999, 1e-9, 5.0]])
     module = make_fx(function, tracing_mode="fake")(x)
     keep_rounding(module.graph)
     module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)) == 6
     torch.testing.assert_close(torch.compile(module)(x), function(x), rtol=0, atol=0)
 
 
