@@ -1,13 +1,14 @@
 """Lets experts' tokens travel while other experts compute; only the graph's order changes.
 
 Matches: collectives that dispatch tokens to experts and combine their results, in forward, backward and recomputation.
-Before -> after, for a layer with a shared expert whose tokens go in two halves (``expert_halves=2`` of `parallelize`):
+Before -> after, for a layer with a shared expert whose tokens go in two halves (``expert_chunks=2`` of `parallelize`):
     dispatch a, wait, experts a, combine a, wait, dispatch b, wait, experts b, combine b, wait, shared
  -> dispatch a, dispatch b, shared, wait, experts a, combine a, wait, experts b, combine b, rest of shared, waits
 and in backward the same the other way round, with gradients of weights during the exchange. What overlaps with what is
-chosen for each block by `schedule.reorder` and the costs of its nodes; every rank has the same graph and so the same
-order. Nodes stay inside their block's forward or backward, and the whole is undone where the forecast peak would grow
-by more than `OverlapExpertsOptions.memory`. Tier exact: every node keeps its operator and its inputs.
+chosen for each block by `reorder` and the costs of its nodes; every rank has the same graph and so the same order.
+Exchanges next to products of experts in fp8 send from few processors, which these products leave idle. Nodes stay
+inside their block's forward or backward, and the whole is undone where the forecast peak would grow by more than
+`OverlapExpertsOptions.memory`. Tier exact: every node keeps its operator and its inputs.
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.1, for two streams of tokens in turn.
 
 Orders a stretch of nodes so that computation that can wait overlaps with collectives: list scheduling.

@@ -276,8 +276,8 @@ def sums_kernel(
     BIG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr, SPLIT: tl.constexpr,
     PERIOD: tl.constexpr, SHIFT: tl.constexpr, HOLD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """What programs that share rows publish, found by a launch ahead of `forward_kernel` with ``EXCHANGE`` "collect":
-    the same sums of the same slices, bit for bit. Grid: a program for each slice of each step."""
+    """What programs that share rows publish, found by a launch ahead of `forward_kernel` with ``EXCHANGE`` "depend"
+    or "collect": the same sums of the same slices, bit for bit. Grid: a program for each slice of each step."""
     begin(DEPENDENT)
     end(DEPENDENT)
     LAYER: tl.constexpr = mean is not None

@@ -1,8 +1,9 @@
 """The weight and bias gradients: sums over all rows, in a fixed order, of the programs' partial sums.
 
 Every program writes its partial sum to one slot of ``PLANES * pitch`` float32 (the weight's plane, then the bias's).
-A second launch, `add_slots_kernel`, adds them up; where there is one program, it writes the gradient itself. That all
-programs wait for the last and then add up some columns each took as long even in calls that move 1.5 GiB.
+A second launch, `add_slots_kernel`, adds them up; where there is one program, it writes the gradient itself. One
+cooperative launch, whose programs wait for each other and then add up some columns each, took as long even in calls
+that move 1.5 GiB.
 """
 
 import triton

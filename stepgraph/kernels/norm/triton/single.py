@@ -1,7 +1,7 @@
 """The CUDA backend of one tensor: plans of the functions of `spec` on the Triton kernels.
 
-A call allocates outputs and makes one launch (two if a second one adds up the sums over rows). ``config`` replaces the
-configuration that `select` would choose: for tests.
+A call allocates outputs and makes one launch; two if a second one adds up the sums over rows, or a first one finds the
+sums of few long rows. ``config`` replaces the configuration that `select` would choose: for tests.
 """
 
 import torch

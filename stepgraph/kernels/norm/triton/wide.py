@@ -16,8 +16,8 @@ microseconds later: the first (`forward.sums_kernel`) publishes the sums of all 
 With ``EXCHANGE`` "depend" the second begins, and reads its rows, while the first still runs, and waits for its end
 before it collects (programmatic dependent launch); with "collect" it begins after it.
 
-Every launch that is not cooperative may begin before the one ahead of it ends, and waits for that before it touches
-memory (`begin`): 0.2 microseconds less forward, and 0.5 backward, which makes two launches.
+Every other launch that is not cooperative may begin before the one ahead of it ends, too, and waits for that end before
+it touches memory (`begin`): 0.2 microseconds less forward, and 0.5 backward, which makes two launches.
 
 Triton's interpreter runs programs one after another and would wait for ever. There a kernel is launched twice, with
 ``EXCHANGE`` "publish", then "collect", and one word per step.
