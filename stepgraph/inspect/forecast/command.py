@@ -97,16 +97,19 @@ def show(result: Forecast, console: Console) -> None:
             found = sums.setdefault((c.region, c.phase), [0.0] * 3)
             found[1], found[2] = found[1] + c.seconds, found[2] + c.exposed_seconds
         console.print(_region_table("time per rank by region", ["computation", "communication", "exposed"], sums))
-    console.print(
-        f"step {time_text(timeline.step_seconds)}: computation {time_text(timeline.compute_seconds)}, "
-        f"exposed communication {time_text(timeline.exposed_seconds)} "
-        f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
-    )
-    console.print(
-        f"{tokens_per_s:,.0f} tokens/s in total, {tokens_per_s / result.ranks:,.0f} per GPU, "
-        f"MFU {result.mfu:.1%}; "
-        f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
-    )
+    step, speed = f"step {time_text(timeline.step_seconds)}", f"{tokens_per_s:,.0f} tokens/s"
+    if result.ranks == 1:
+        console.print(f"{step}: {speed}, MFU {result.mfu:.1%}")
+    else:
+        console.print(
+            f"{step}: computation {time_text(timeline.compute_seconds)}, "
+            f"exposed communication {time_text(timeline.exposed_seconds)} "
+            f"({timeline.exposed_seconds / timeline.step_seconds:.1%} of the step)"
+        )
+        console.print(
+            f"{speed} in total, {tokens_per_s / result.ranks:,.0f} per GPU, MFU {result.mfu:.1%}; "
+            f"{time_text(result.overlapped_seconds)} if all communication were overlapped"
+        )
     console.print(assumed_rates(gpu))
 
 
@@ -114,7 +117,7 @@ def _memory_table(result: Forecast) -> Table:
     phases = list(dict.fromkeys(moment.phase for moment in result.moments))
     fullest = [max((m for m in result.moments if m.phase == phase), key=lambda m: m.total) for phase in phases]
     table = new_table("memory per rank at the peak of each phase", ["kind"], phases)
-    for kind in KINDS:
+    for kind in [kind for kind in KINDS if any(m.bytes[kind] for m in fullest)]:
         table.add_row(kind, *(size_text(m.bytes[kind]) if m.bytes[kind] else "" for m in fullest))
     table.add_row("total", *(size_text(m.total) for m in fullest))
     return table

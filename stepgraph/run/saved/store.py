@@ -47,7 +47,7 @@ class Outcome:
         """The outcome in one line."""
         if self.loaded:
             return f"saved step loaded in {self.seconds:.1f} s: no pass ran and nothing was compiled"
-        return f"no saved step matches ({self.seconds:.1f} s): compiled from scratch"
+        return f"no saved step matches ({self.seconds:.1f} s): built from scratch"
 
 
 @dataclass(frozen=True)
