@@ -107,17 +107,19 @@ def _call(graph: fx.Graph, target: Any, operand: fx.Node, *args: Any, **kwargs: 
 _HALF, _WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 _COMPARISONS = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
 #: Operators whose results jump: the smallest difference of what they read may give another number.
-_JUMPS = (aten.argmax, aten.argmin, aten.ceil, aten.floor, aten.isinf, aten.round, aten.sign, aten.trunc)
+_JUMPS = (aten.argmax, aten.argmin, aten.ceil, aten.floor, aten.isinf, aten.max, aten.min, aten.round, aten.sign)
+_JUMPS += (aten.sort, aten.trunc)
 
 
 def keep_rounding(graph: fx.Graph) -> None:
     """Let what can tell read the values of ``graph`` rounded."""
-    for node in [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]:
+    for node in [n for n in graph.nodes if n.op == "call_function" and _dtype(n)]:
         to_integers = packet(node) is aten._to_copy and not _dtype(node).is_floating_point
         if to_integers or packet(node) in (*_COMPARISONS, *_JUMPS):
             _round_operands(graph, node)
             continue
-        readers = [user for user in node.users if not _stores(user, node)]
+        one = isinstance(node.meta["val"], torch.Tensor)
+        readers = [user for user in node.users if one and not _stores(user, node)]
         if readers and (_is_narrowed(node) or _is_stored(node)):
             with graph.inserting_before(node.next):
                 rounded = _rounded(graph, node, node.meta["val"].dtype)
@@ -184,8 +186,8 @@ def _round_operands(graph: fx.Graph, node: fx.Node) -> None:
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
     """The dtype of the node's tensor, or of its first."""
-    value = node.meta["val"]
-    return getattr(value[0] if isinstance(value, (list, tuple)) else value, "dtype", None)
+    value = node.meta.get("val")
+    return getattr(value[0] if isinstance(value, (list, tuple)) and value else value, "dtype", None)
 
 
 def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -216,13 +216,14 @@ def test_what_jumps_reads_rounded_values():
 
     def function(x):
         half, low = x.bfloat16(), x.half()
-        return low.isinf(), low.sign(), half.floor(), half.round(), half[:, 1:].argmax(1), (x * 3).bfloat16().long()
+        ties = half[:, 1:].max(1).indices, half.sort(1).indices, half[:, 1:].argmax(1)
+        return low.isinf(), low.sign(), half.floor(), half.round(), (x * 3).bfloat16().long(), *ties
 
-    x = torch.tensor([[70000.0, 2.9999, 3.0001, 2.5001, -2.9999, 4.9999, 1e-9, 5.0]])
+    x = torch.tensor([[70000.0, 2.9999, 3.0001, 2.5001, -2.9999, 4.9999, 1e-9, 5.0, 5.0001]])
     module = make_fx(function, tracing_mode="fake")(x)
     keep_rounding(module.graph)
     module.recompile()
-    assert len(module.graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)) == 6
+    assert len(module.graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)) == 8
     torch.testing.assert_close(torch.compile(module)(x), function(x), rtol=0, atol=0)
 
 
