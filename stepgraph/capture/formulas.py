@@ -130,6 +130,8 @@ class EagerFormulas(TorchFunctionMode):
             return _gaussian_nll_loss(func, *args, **kwargs)
         if compat.in_function_transform():
             return func(*args, **kwargs)
+        if func in _SPECIAL or func in _CHECKED:
+            args = (*args, *(kwargs.pop(name) for name in ("input", "indices", "values") if name in kwargs))
         answer = check_call(func, args, kwargs, self.is_literal)
         if answer is not None:
             return answer
@@ -238,30 +240,31 @@ def _cumprod(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     if not plain or not isinstance(dim, int) or given.keys() - {"dim", "dtype"} or x.ndim == 0 or x.shape[dim] < 2:
         return func(*args, **kwargs)
     if dtype is None:
-        dtype = compat.autocast_dtype(torch.ops.aten.cumprod.default, x)
-    x = x if dtype is None else x.to(dtype)
-    return func(x, dim) if x.is_complex() else _Cumprod.apply(x, dim)
+        dtype = compat.autocast_dtype(torch.ops.aten.cumprod.default, x)  # it sets the result's
+    is_complex = x.is_complex() or (dtype is not None and dtype.is_complex)
+    return func(x, dim, dtype=dtype) if is_complex else _Cumprod.apply(x, dim, dtype)
 
 
 class _Cumprod(torch.autograd.Function):
-    """``x.cumprod(dim)`` of real numbers."""
+    """``x.cumprod(dim, dtype=dtype)`` of real numbers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            result = x.cumprod(dim)
+            result = x.cumprod(dim, dtype=dtype)
         ctx.save_for_backward(x, result)
         ctx.dim = dim
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x, result), dim = ctx.saved_tensors, ctx.dim
+        grad = grad.to(x.dtype)
         zeros = x == 0
         if torch.is_grad_enabled():
             some = zeros.any()
             whole = torch.ops.aten.cumprod_backward(grad, x, dim, result)
-            return torch.where(some, whole, _sums_behind(result * grad, dim) / x.where(~some, 1)), None
+            return torch.where(some, whole, _sums_behind(result * grad, dim) / x.where(~some, 1)), None, None
         count = zeros.cumsum(dim)
         before, one = count == 0, count == 1  # the first zero of a row, and what is behind it, up to the second
         first = one.long().argmax(dim, keepdim=True)
@@ -270,7 +273,7 @@ class _Cumprod(torch.autograd.Function):
         factors = x.masked_fill(~(one & ~at_first), 1).cumprod(dim)
         product = result.gather(dim, (first - 1).relu_()).masked_fill_(first == 0, 1)
         of_first = (factors * grad.masked_fill(~one, 0)).sum(dim, keepdim=True) * product
-        return torch.where(at_first, of_first, simple.where(before, 0)), None
+        return torch.where(at_first, of_first, simple.where(before, 0)), None, None
 
 
 def _sums_behind(x: Tensor, dim: int) -> Tensor:

@@ -33,8 +33,15 @@ FUNCTIONS = {
     "prod_two_zeros": lambda m, y: zeros(y, 2)[:3].prod() + zeros(y, 2).prod(0).sum(),
     "prod_autocast": lambda m, y: autocast(lambda: (y @ y.T).prod(0) + y.bfloat16().prod(1)),
     "cumprod": lambda m, y: y.cumprod(0) + torch.cumprod(y, -1, dtype=torch.float64).float(),
+    "cumprod_dtype": lambda m, y: y.cumprod(1, dtype=torch.bfloat16).float(),
     "cumprod_zeros": lambda m, y: zeros(y, 1).cumprod(0) + zeros(y, 4).cumprod(1),
     "cumprod_penalty": lambda m, y: torch.autograd.grad(y.cumprod(1).sum(), y, create_graph=True)[0].square(),
+    "named": lambda m, y: (
+        torch.cumprod(input=y, dim=1)
+        + torch.prod(input=y, dim=0)
+        + torch.masked_fill(input=y, mask=MASK, value=m.bias[0])
+        + torch.index_put(input=y, indices=(MASK,), values=m.bias[1])
+    ),
     "masked_prod": lambda m, y: torch.masked.prod(y, 1, mask=MASK),
     "masked_fill": lambda m, y: y.masked_fill(MASK, m.bias[0]),
     "masked_fill_": lambda m, y: (y * 1).masked_fill_(MASK[:, :1], m.bias[1]),
