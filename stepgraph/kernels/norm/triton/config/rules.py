@@ -262,7 +262,7 @@ def _backward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
             more = 2 if warps == 1 and fewer * bytes_of_row <= 1200 and _bytes(problem) > 2**24 else 1
             hold = problem.layer or not problem.sums
             config = Config(fewer, block, warps, 1 if once else stages, programs * more, hold_weight=hold)
-            if fewer == 1 or once or elements_of_thread(problem, config)[1] <= 32:
+            if fewer == 1 or (once and not problem.layer) or elements_of_thread(problem, config)[1] <= 32:
                 yield config
         warps, programs, stages = warps * 2, max(1, programs // 2), 3
 
