@@ -5,8 +5,8 @@ in shorter accumulators is not in it. Every linear layer but the head is in fp8,
 ``loss``: means of ten steps. ``val_loss``: of the whole validation split, after the last step. ``spread``: the sample
 standard deviation over seeds.
 
-    python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--recipes tensorwise rowwise] [--device cpu]
-        [--json FILE] [--at-once N] [--train "..."]
+    python benchmarks/fp8_curve.py [PRESET] [--steps N] [--seeds N] [--recipes tensorwise rowwise] [--experts]
+        [--device cpu] [--json FILE] [--at-once N] [--train "..."]
 """
 
 import argparse
@@ -25,6 +25,7 @@ from stepgraph.config.environment import environment
 from stepgraph.passes.matmul.fp8 import Recipe
 from stepgraph.train.records.folder import read_metrics
 
+EXPERTS = "--fp8-experts"
 #: Steps that one figure of a curve is the mean of.
 MEAN_OF = 10
 
@@ -34,7 +35,8 @@ import sys
 from stepgraph.cli import main
 from stepgraph.passes import order
 from stepgraph.passes.contract import PASSES
-PASSES["fp8_matmul"] = PASSES["fp8_matmul"].with_options(unprofitable=True)
+for name in ("fp8_matmul", "fp8_experts"):
+    PASSES[name] = PASSES[name].with_options(unprofitable=True)
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 
@@ -43,18 +45,23 @@ def run(fp8: str, seed: int, words: list[str]) -> dict[str, Any]:
     """One run: its losses, those of validation, and how many layers were in fp8."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
+        if fp8 == "off":
+            words = [word for word in words if word != EXPERTS]
         words = [*words, "--seed", str(seed), "--fp8", fp8, "--out", str(out)]
         done = subprocess.run([sys.executable, "-c", CHILD, *words], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"stepgraph train {shlex.join(words)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         records = read_metrics(out / "metrics.jsonl")
+        passes = (out / "passes.txt").read_text().splitlines()
     losses = [record["loss"] for record in records if record.get("loss") is not None]
     parts = [losses[i : i + MEAN_OF] for i in range(0, len(losses), MEAN_OF)]
-    (summary,) = [line for line in done.stdout.splitlines() if "linear layers in fp8" in line] or [""]
+    found = [
+        line.split("]: ")[1].split("; nodes")[0] for line in passes if "layers in fp8" in line or "rows in fp8" in line
+    ]
     return {
         "fp8": fp8,
         "seed": seed,
-        "pass": summary.split("; nodes")[0],
+        "pass": "; ".join(found),
         "loss": [round(statistics.mean(part), 4) for part in parts],
         "val_loss": [record["val_loss"] for record in records if "val_loss" in record][-1],
     }
@@ -83,13 +90,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--recipes", nargs="+", choices=get_args(Recipe), default=get_args(Recipe))
+    parser.add_argument("--experts", action="store_true", help="products of experts in fp8 too")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--at-once", type=int, default=1, help="runs in parallel")
     parser.add_argument("--train", default="", help="more options of stepgraph train, in one word")
     options = parser.parse_args()
     words = [options.preset, "--device", options.device, "--precision", "bf16", "--steps", str(options.steps)]
-    words += ["--val-every", str(options.steps), *shlex.split(options.train)]
+    words += ["--val-every", str(options.steps), *[EXPERTS] * options.experts, *shlex.split(options.train)]
     record = {"environment": environment(), "train": shlex.join(words), "emulated": options.device == "cpu"}
     runs: list[dict[str, Any]] = []
     todo = [(fp8, seed) for seed in range(options.seeds) for fp8 in ("off", *options.recipes)]
