@@ -307,28 +307,37 @@ def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iter
         array.flags.writeable = False
         return array
 
-    def of_numbers(make: Callable) -> Callable:
-        def call(*args: Any, **options: Any) -> torch.Tensor:
-            *before, data = args or [()]
-            leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
-            if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                return make(*args, **options)
-            if not before and options.get("dtype") is None:
-                options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
-            return make(*before, pytree.tree_map_only(torch.Tensor, torch.Tensor.item, data), **options)
-
-        return call
-
     with (
         replaced_functions(
-            torch, **{name: of_numbers(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
+            torch, **{name: _of_numbers(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
         ),
-        replaced_functions(torch.Tensor, new_tensor=of_numbers(torch.Tensor.new_tensor)),
+        replaced_functions(torch.Tensor, new_tensor=_of_numbers(torch.Tensor.new_tensor)),
         replaced(FakeTensor, tolist=tolist, numpy=numpy),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "The given NumPy array is not writ")  # torch.as_tensor of such an array
         yield
+
+
+def _of_numbers(make: Callable) -> Callable:
+    """``make``, which calls ``.item()`` of tensors in lists. One function for all traces, nested ones too: a trace that
+    watches ``torch.Tensor`` would take another one for a change."""
+    if make in _MADE.values():
+        return make
+
+    def call(*args: Any, **options: Any) -> torch.Tensor:
+        *before, data = args or [()]
+        leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return make(*args, **options)
+        if not before and options.get("dtype") is None:
+            options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
+        return make(*before, pytree.tree_map_only(torch.Tensor, torch.Tensor.item, data), **options)
+
+    return _MADE.setdefault(make, call)
+
+
+_MADE: dict[Callable, Callable] = {}
 
 
 def _dtype_in_list(leaf: Any) -> torch.dtype:

@@ -152,7 +152,7 @@ def test_verify_knows_skipped_steps():
 
 def test_what_is_refused():
     model = Counting()
-    with pytest.raises(ValueError, match="none is given; pass optimizer="):
+    with pytest.raises(ValueError, match="there is no optimizer; pass optimizer="):
         stepgraph.capture(model, loss_of, batches(1)[0], on_nonfinite="skip")
     with pytest.raises(ValueError, match="on_nonfinite"):
         stepgraph.capture(model, loss_of, batches(1)[0], torch.optim.SGD(model.parameters(), 0.1), on_nonfinite="stop")
