@@ -42,7 +42,7 @@ class Seconds(NamedTuple):
 
 
 def model_and_batch(layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Llama 3 8B with so many layers, in bf16 on the meta device, and a batch of one sequence."""
+    """Llama 3 8B with ``layers`` layers, in bf16 on the meta device, and a batch of one sequence."""
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(llama3_8b(), n_layers=layers, max_seq_len=LENGTH)).bfloat16()
         ids = torch.empty(1, LENGTH, dtype=torch.int64)

@@ -126,7 +126,7 @@ def _is_foreign(node: torch.fx.Node) -> bool:
 
 
 def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """What reads ``node`` or a view of it."""
+    """The nodes that read ``node`` or a view of it."""
     for user in node.users:
         if getattr(user.target, "is_view", False) or user.target in _VIEWS:
             yield from _readers(user)

@@ -112,7 +112,7 @@ _JUMPS += (aten.sort, aten.trunc)
 
 
 def keep_rounding(graph: fx.Graph) -> None:
-    """Let what can tell read the values of ``graph`` rounded."""
+    """Round values of half precision in ``graph`` where a reader's result depends on the rounding."""
     for node in [n for n in graph.nodes if n.op == "call_function" and _dtype(n)]:
         to_integers = packet(node) is aten._to_copy and not _dtype(node).is_floating_point
         if to_integers or packet(node) in (*_COMPARISONS, *_JUMPS):
@@ -128,13 +128,13 @@ def keep_rounding(graph: fx.Graph) -> None:
 
 
 def _stores(user: fx.Node, node: fx.Node) -> bool:
-    """Whether ``user`` writes ``node``, or writes it out as it is."""
+    """Whether ``user`` writes into ``node``, or stores it unchanged."""
     copied = packet(user) is aten.copy_ and user.meta["val"].dtype == node.meta["val"].dtype
     return copied or user.op == "output" or node in _written(user)
 
 
 def _is_narrowed(node: fx.Node) -> bool:
-    """Whether it is a cast, in which digits are lost, that is read in a wider type."""
+    """Whether ``node`` is a cast that loses digits and is read in a wider type."""
     made = node.meta["val"].dtype
     if packet(node) is not aten._to_copy or made not in (*_HALF, torch.float32):
         return False
@@ -142,20 +142,20 @@ def _is_narrowed(node: fx.Node) -> bool:
 
 
 def _holds(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a value has floating-point numbers that ``dtype`` has not."""
+    """Whether a value can hold floating-point numbers that ``dtype`` cannot."""
     value = node.meta.get("val")
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     return floats and torch.promote_types(value.dtype, dtype) != dtype
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads ``node`` or a view of it."""
+    """The nodes that read ``node`` or a view of it."""
     for user in node.users:
         yield from _users(user) if is_view(user) else (user,)
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether it is of half precision and what an input becomes."""
+    """Whether ``node`` has half precision and is written into an input of the graph."""
     writes = [node, *(user for user in node.users if packet(user) is aten.copy_ and user.args[1] is node)]
     roots = {one for write in writes for one in map(_root, _written(write)) if one.op == "placeholder"}
     return any(one.meta["val"].dtype == node.meta["val"].dtype in _HALF for one in roots)
@@ -172,7 +172,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _round_operands(graph: fx.Graph, node: fx.Node) -> None:
-    """Let ``node`` read what is of half precision, or was before it was cast, as eager rounds it."""
+    """Give ``node`` its half-precision inputs, also those that were cast since, as eager rounds them."""
     if packet(node) in _COMPARISONS and not isinstance(node.args[1], fx.Node) and _dtype(node.args[0]) in _HALF:
         node.update_arg(1, torch.tensor(node.args[1], dtype=_dtype(node.args[0])).item())
     for operand in node.all_input_nodes:

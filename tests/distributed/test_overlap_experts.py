@@ -133,7 +133,7 @@ def test_what_runs_beside_what(traced):
 
 
 def test_norms_during_the_last_reduction(traced):
-    """Of all gradients but those that it gives, experts' above all."""
+    """The norms of all gradients except those of the last reduction, mainly the experts', run during it."""
     module = torch.fx.GraphModule(traced.module, copy.deepcopy(traced.graph))
     step = dataclasses.replace(traced, module=module, executable=None, recording=None, log=[])
     *_, found = run_passes(step, [get("bucket_collectives"), get("overlap")])
@@ -145,7 +145,7 @@ def test_norms_during_the_last_reduction(traced):
 
 
 def test_norms_stay_behind_what_an_optimizer_writes(traced):
-    """As of gradients that it scales in place, or of weights that it decays: `torch._foreach_mul_` returns nothing."""
+    """Such as gradients that it scales in place, or weights that it decays: `torch._foreach_mul_` returns nothing."""
     module = torch.fx.GraphModule(traced.module, copy.deepcopy(traced.graph))
     step = dataclasses.replace(traced, module=module, executable=None, recording=None, log=[])
     norms = [n for n in step.graph.nodes if n.target is torch.ops.aten.linalg_vector_norm.default]

@@ -143,7 +143,7 @@ def tile_mask(valid, at, shift, N: tl.constexpr, SHIFT: tl.constexpr, FULL: tl.c
 
 @triton.jit
 def kept(at, shift, N: tl.constexpr, SHIFT: tl.constexpr):
-    """All bits of 16 where `inside`, else none."""
+    """16 set bits where `inside`, else 16 zeros."""
     return tl.where(inside(at, shift, N, SHIFT), -1, 0).to(tl.int16)
 
 

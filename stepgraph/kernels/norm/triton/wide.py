@@ -30,14 +30,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(DEPENDENT: tl.constexpr):
-    """Wait for the end of the launch ahead, if this one could begin before it."""
+    """Wait for the previous launch to end, if this one may begin before that."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def end(DEPENDENT: tl.constexpr):
-    """Let the launch behind begin, which waits likewise."""
+    """Let the next launch begin; it waits in the same way."""
     if DEPENDENT:
         gdc_launch_dependents()
 
