@@ -55,6 +55,19 @@ class Builder:
         """The results of ``node`` at ``places``; all by default."""
         return [self(operator.getitem, node, i) for i in places or range(len(node.meta["val"]))]
 
+    def traced(self, function: Callable[..., Any], *arguments: fx.Node) -> Any:
+        """The operators of ``function``, plain torch, of the nodes ``arguments``: nodes in place of what it returns."""
+        graph = compat.trace(function, [node.meta["val"] for node in arguments]).graph
+        nodes, made = iter(graph.nodes), {}
+        for argument in arguments:
+            made[next(nodes)] = argument
+        for node in nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            if node.op == "output":
+                return args[0]
+            if node.users:
+                made[node] = self(node.target, *args, **kwargs)
+
     def value_of(self, node: fx.Node) -> Any:
         """The fake value of a new node."""
         return fake_value(node)
@@ -221,6 +234,21 @@ def replace(old: fx.Node, new: fx.Node, *, sweep: bool = False) -> None:
     old.graph.erase_node(old)
     if sweep:
         erase_unread(*read)
+
+
+def take_place(old: fx.Node, new: fx.Node) -> None:
+    """Replace ``old`` by ``new``, of the same shape, in the strides that what reads it was traced for."""
+    old.replace_all_uses_with(in_strides_of(Builder(old, before=old), old, new))
+
+
+def in_strides_of(build: Builder, old: fx.Node, new: fx.Node) -> fx.Node:
+    """``new``, or a copy of it, in the strides that ``old``, of the same shape, has."""
+    value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)
+    if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
+        outer_first = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
+        back = sorted(range(value.ndim), key=outer_first.__getitem__)
+        new = build.permute(build.copy(build.permute(new, outer_first)), back)
+    return new
 
 
 def replace_all(new_of: dict[fx.Node, fx.Node]) -> None:

@@ -28,14 +28,14 @@ from torch import fx
 from stepgraph.costs.attention import Backend, Case, case_of, seconds
 from stepgraph.costs.hardware import ASSUMED
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder, erase_unread, take_place
 from stepgraph.graph.facts import argument, getitem_users
 from stepgraph.graph.provenance import provenance
 from stepgraph.kernels.attention import installed, unavailable
 from stepgraph.passes.attention import backends
 from stepgraph.passes.attention.flex import FlexNodes, visited
 from stepgraph.passes.attention.mask import Band, Masks, Pairs
-from stepgraph.passes.attention.nodes import BACKWARD, Attention, attention_of, copied_from, odd_scale, take_place
+from stepgraph.passes.attention.nodes import BACKWARD, Attention, attention_of, copied_from, odd_scale
 from stepgraph.passes.contract import PassReport, StepGraph, Target, register
 
 aten, higher_order = torch.ops.aten, torch.ops.higher_order

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder, erase_unread, take_place
 from stepgraph.graph.facts import is_cast, packet
-from stepgraph.passes.attention.nodes import take_place
 
 aten = torch.ops.aten
 

@@ -182,7 +182,7 @@ class FlexNodes:
         build = Builder(pairs.visible, after=pairs.visible)
         visible = pairs.visible
         if pairs.hidden > -math.inf:
-            (visible,) = _traced(build, lambda x: [_or_all(x)], visible)
+            visible = build.traced(_or_all, visible)
         for target, arguments in pairs.views:
             visible = build(target, visible, *arguments)
         while (value := visible.meta["val"]).ndim < 4:
@@ -193,7 +193,7 @@ class FlexNodes:
         shared = [dim for dim in (0, 1) if value.shape[dim] == 1 or value.stride(dim) == 0]
         for dim in shared:
             visible = build(aten.slice.Tensor, visible, dim, 0, 1)
-        nodes = _traced(build, _of_pairs, visible)
+        nodes = build.traced(_of_pairs, visible)
         table = build(aten.squeeze.dims, visible, shared)
         return nodes, _pairs_graph(shared), (table,)
 
@@ -214,19 +214,6 @@ class FlexNodes:
 
 def _lengths(inputs: Sequence[fx.Node]) -> tuple[int, int]:
     return inputs[0].meta["val"].shape[2], inputs[1].meta["val"].shape[2]
-
-
-def _traced(
-    build: Builder, function: Callable[[torch.Tensor], Sequence[torch.Tensor]], argument: fx.Node
-) -> list[fx.Node]:
-    """The operators of ``function`` of the node ``argument``: the nodes of its results."""
-    graph = compat.trace(function, [argument.meta["val"]]).graph
-    first, *nodes, output = graph.nodes
-    copies = {first: argument}
-    for node in (node for node in nodes if node.users):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = build(node.target, *args, **kwargs)
-    return [copies[result] for result in output.args[0]]
 
 
 # What the operators call for a score, for its gradient, and for a pair in a block that the mask cuts

@@ -28,14 +28,13 @@ from torch import fx
 
 from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder, erase_unread, in_strides_of, take_place
 from stepgraph.graph.facts import argument, is_cast, is_view, literal, only_user, packet, permutation
 from stepgraph.passes.attention.backends import refusal
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.columns import columns
 from stepgraph.passes.attention.flex import FlexNodes
 from stepgraph.passes.attention.mask import HIDDEN, Masks
-from stepgraph.passes.attention.nodes import in_strides_of, take_place
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten

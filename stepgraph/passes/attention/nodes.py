@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from stepgraph.graph.edit import Builder
 from stepgraph.graph.facts import argument, getitem_users
 
 aten = torch.ops.aten
@@ -64,21 +63,6 @@ def odd_scale(node: fx.Node) -> str | None:
     """
     scale = argument(node, "scale")
     return None if scale is None or scale > 0 else f"its scores are multiplied by {scale}, which is not positive"
-
-
-def take_place(old: fx.Node, new: fx.Node) -> None:
-    """Replace ``old`` by ``new``, of the same shape, in the strides that what reads it was traced for."""
-    old.replace_all_uses_with(in_strides_of(Builder(old, before=old), old, new))
-
-
-def in_strides_of(build: Builder, old: fx.Node, new: fx.Node) -> fx.Node:
-    """``new``, or a copy of it, in the strides that ``old``, of the same shape, has."""
-    value, strides = old.meta["val"], zip(old.meta["val"].stride(), new.meta["val"].stride(), strict=True)
-    if any(size > 1 and a != b for size, (a, b) in zip(value.shape, strides, strict=True)):
-        outer_first = sorted(range(value.ndim), key=lambda dim: (-value.stride(dim), dim))
-        back = sorted(range(value.ndim), key=outer_first.__getitem__)
-        new = build.permute(build.copy(build.permute(new, outer_first)), back)
-    return new
 
 
 def copied_from(node: fx.Node) -> fx.Node | None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from stepgraph.graph.edit import Builder, erase_unread
+from stepgraph.graph.edit import Builder, erase_unread, take_place
 from stepgraph.graph.facts import argument, getitem_users, set_argument
 from stepgraph.passes.attention.mask import Band, Masks
-from stepgraph.passes.attention.nodes import Attention, attention_of, odd_scale, take_place
+from stepgraph.passes.attention.nodes import Attention, attention_of, odd_scale
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
