@@ -41,7 +41,7 @@ def record(tmp_path_factory):
         patch.setitem(train.PROVIDERS, "breaks", Provider(None))
         patch.setitem(train.PROVIDERS, "hangs", Provider(None))
         names = "stepgraph,wrong,breaks,hangs,torchtitan"
-        words = [*TINY, "--mesh", "fsdp=2", "--first-step-timeout", "5", "--providers", names, "--json", str(path)]
+        words = [*TINY, "--mesh", "fsdp=2", "--first-step-timeout", "12", "--providers", names, "--json", str(path)]
         with contextlib.redirect_stderr(io.StringIO()) as said:
             status = bench.main(["train", "llama3-debug", *words])
     return status, json.loads(path.read_text()), path, said.getvalue()
@@ -105,7 +105,7 @@ def test_a_rank_that_fails_ends_its_provider_and_is_named(record):
 def test_a_provider_that_hangs_ends_and_says_where_it_waits(record):
     """Long before --timeout; and the next provider follows."""
     error = rows_of(record)["hangs"]["error"]
-    assert "step 1 made no progress for " in error and "(--first-step-timeout 5)" in error
+    assert "step 1 made no progress for " in error and "(--first-step-timeout 12)" in error
     assert "rank 0" in error and "rank 1" in error and " is in step 1" in error
 
 

@@ -209,7 +209,7 @@ def serve(connection):
     connection.recv()
     if connection.recv() == "end":
         os._exit(0)
-    time.sleep(60)
+    time.sleep(600)
 helper.serve = serve
 helper.main(*map(int, sys.argv[1:]))
 """
@@ -236,7 +236,7 @@ def test_helpers_are_forks_that_end_one_by_one_and_together(monkeypatch):
     last.send("sleep")
     began = time.monotonic()
     team.end()
-    assert team.process.returncode == 0 and time.monotonic() - began < 2
+    assert team.process.returncode == 0 and time.monotonic() - began < 60
     assert team.answer(other) == team.answer(last) == "the process that was to compile it has ended"
 
 
