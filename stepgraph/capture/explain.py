@@ -116,6 +116,8 @@ def _needs_value(recorder: Recorder, path: str, operator: str, in_backward: bool
             "draw it outside and pass it in the batch as a number; for LayerDrop, set its probability to 0; peft's "
             "LoHa and LoKr, which ask whether a number exceeds 0, need passes other than exact"
         )
+    if type(module).__module__.startswith("peft."):
+        return needs, "this adapter of peft decides by values: use another one, such as LoRA or DoRA"
     if in_backward:
         return needs, "in its backward: write x[mask] = y as torch.where(mask, y, x)"
     if any(map(compat.is_traceable_wrapper_subclass, recorder.model.parameters())):

@@ -84,8 +84,8 @@ class OpenSizes(compat.SymbolicSizes):
         }
 
     def fake(self, leaf: int, like: torch.Tensor) -> torch.Tensor:
-        """What a leaf is traced with: contiguous, and apart from its sizes as ``like``, a fake tensor, which may be the
-        first part of a larger one."""
+        """The fake tensor that a leaf is traced with: contiguous, like ``like`` except for its sizes. If ``like`` is
+        the first part of a larger tensor, so is the result."""
         shape = self.shapes[leaf]
         parts = like.untyped_storage().nbytes() // max(1, like.numel() * like.element_size()) if shape else 1
         whole = [parts * shape[0], *shape[1:]] if parts > 1 else shape

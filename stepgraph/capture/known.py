@@ -197,7 +197,7 @@ class KnownValues(compat.DispatchMode):
         return answer
 
     def _sized(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of an operator whose results have sizes that depend on values: of known ones, the host learns them."""
+        """Call an operator whose result's shape depends on values. If they are known, the host computes the shape."""
         match func:
             case aten.nonzero.default if self._knows_all(args):
                 return self._nonzero(args[0])
@@ -214,7 +214,7 @@ class KnownValues(compat.DispatchMode):
         return func(*args, **kwargs)
 
     def _literals(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The results of an operator of known tensors, as literals of the graph."""
+        """The results of an operator on known tensors, as literals in the graph."""
         device = next(leaf.device for leaf in compat.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         made = compat.pytree.tree_leaves(answer := self._ask(func, args, kwargs))
         if sum(tensor.numel() for tensor in made) > LARGEST_LITERAL:
@@ -305,7 +305,7 @@ class KnownValues(compat.DispatchMode):
         return self._reads.keep({node: _literal(node) for node in self._history(node)}, node)
 
     def listed(self, tensor: Tensor) -> list | None:
-        """What a known ``tensor`` holds; None for others."""
+        """The values of ``tensor`` as a list, or None if they are not known."""
         return self._ask(_TOLIST, (tensor,)) if self._knows_all(tensor) else None
 
     def settle(self, model: nn.Module) -> None:

@@ -133,7 +133,8 @@ def refuse_made(made: Sequence[Made]) -> None:
 
 
 def is_first_call(first: StepProgram, later: StepProgram, made: Sequence[Made], buffers: Sequence[Slot]) -> bool:
-    """Whether ``first`` differs from ``later``, with ``buffers``, in nothing but that it makes what was ``made``."""
+    """Whether ``first`` equals ``later`` except that it makes the values ``made``, which ``later`` reads, also from
+    ``buffers``."""
     if first.graphs.keys() != later.graphs.keys() or first.schedule != later.schedule:
         return False
     places: dict[Any, int] = {id(one.value): i for i, one in enumerate(made)}
@@ -142,7 +143,8 @@ def is_first_call(first: StepProgram, later: StepProgram, made: Sequence[Made], 
 
 
 def _form(step: StepGraph, places: Mapping[Any, int]) -> list:
-    """What results and writes of ``step`` need, in a form that compares; what is made once goes by its place."""
+    """The nodes that the results and writes of ``step`` need, in a comparable form. Values that are made once are named
+    by their index."""
     names: dict[fx.Node, Any] = {}
     for node, what in step.bound():
         names[node] = ("made", places[what]) if what in places else ("input", str(what))

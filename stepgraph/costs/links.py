@@ -153,7 +153,7 @@ def collective_seconds(gpu: Gpu, kind: str, nbytes: int, ranks: Sequence[int]) -
 
 
 def _all_to_all_seconds(gpu: Gpu, nbytes: int, n: int, nodes: int) -> float:
-    """Of ``n`` ranks, equally many on each of ``nodes``, which each send ``nbytes / n`` to each."""
+    """Seconds of an all-to-all of ``n`` ranks, evenly over ``nodes``: each sends ``nbytes / n`` to each other."""
     here = n / nodes
     by_kernel = nbytes / (_KERNEL_SHARE * gpu.nvlink)
     took = max(nbytes * (here - 1) / n / gpu.nvlink, nbytes * (n - here) / n / gpu.network, by_kernel)

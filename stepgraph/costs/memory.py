@@ -201,7 +201,7 @@ def memory_over_step(step: StepGraph, aliases: Aliases, fusion: Fusion) -> list[
 
 
 def at_peak(step: StepGraph, aliases: Aliases, fusion: Fusion) -> tuple[fx.Node, dict[fx.Node, str]]:
-    """(the node at which most is in memory, what is: the kind of every storage, by the node that owns it)."""
+    """(the node at the memory peak; the storages alive there: the node that owns each -> its kind)."""
     walk = list(lifetimes(step.graph, aliases, fusion))
     alive = most = 0
     fullest = 0

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 #: Where the number of targets of the whole step travels in the batch. GRPO's batches have a number of their own.
 _TARGETS = "Trainer's num_items_in_batch"
+_MAY_CHANGE = " may change gradients"
 #: Graphs of a run, after which an optimizer or limit that changes again is eager.
 _CAPTURES = 8
 #: Replaces TRL's own, and stays the same object, because a graph depends on the functions that its step reads.
@@ -63,12 +64,12 @@ class _TrainingStep:
     _captured_step: Callable[..., torch.Tensor]
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In the place of ``Trainer.training_step``, also where `GraphTrainer` is a mix-in."""
+        """Replaces ``Trainer.training_step``, also if `GraphTrainer` is a mix-in."""
         return self._captured_step(*args, **kwargs)
 
 
 class _StepOfTrainer(ABCMeta):
-    """Puts `_TrainingStep` right before ``Trainer`` in the order of bases; trainers in between may be abstract."""
+    """Puts `_TrainingStep` right before ``Trainer`` in the MRO. Derived from `ABCMeta` for abstract trainers."""
 
     def mro(cls) -> list[type]:
         order = [base for base in super().mro() if base is not _TrainingStep]
@@ -77,8 +78,8 @@ class _StepOfTrainer(ABCMeta):
 
 
 class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
-    """As ``transformers.Trainer``, each training step as one graph. In front of a subclass it does the same for that:
-    ``class Graph(GraphStep, SFTTrainer): pass``.
+    """``transformers.Trainer`` with each training step as one graph. As the first base it does the same for a
+    subclass of ``Trainer``: ``class Graph(GraphStep, SFTTrainer): pass``.
 
     Args:
         passes: as in `stepgraph.capture`: ``"exact"`` trains bit for bit as ``Trainer``, ``"default"`` is the fast one.
@@ -87,13 +88,13 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             replicated without.
         parallel: further keyword arguments of `stepgraph.parallel.parallelize`, such as ``expert_capacity``.
 
-    With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches;
-    here it is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. Where the N differ
-    in shape, in a scalar, in values that forward reads, or, with exact passes in one process, in masks that eager
-    drops, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode.
-    The same if gradients may be read and changed: by a callback's ``on_pre_optimizer_step``, ``on_optimizer_step``
-    or ``on_substep_end``, a replaced ``training_step``, or clipping that is not ``Trainer``'s. Another
-    ``max_grad_norm`` or optimizer is captured again.
+    With ``gradient_accumulation_steps=N``, ``Trainer`` divides each loss by the number of targets of all microbatches.
+    Here the loss is multiplied by N before the graph divides by N, which rounds unless N is a power of 2. If the N
+    microbatches differ in shape, in a scalar, in values that forward reads, or, with exact passes in one process, in
+    masks that eager drops, a graph computes the gradients of each, and ``Trainer`` clips and updates in eager mode. The
+    same happens if something may read and change gradients: a callback's ``on_pre_optimizer_step``,
+    ``on_optimizer_step`` or ``on_substep_end``, a replaced ``training_step``, or clipping that is not ``Trainer``'s.
+    Another ``max_grad_norm`` or optimizer is captured again.
 
     Raises ``ValueError`` for options that a captured step does not support: fp16's scaler, several GPUs in one process,
     DeepSpeed, FSDP1, offload, ``torch_compile``, optimizers that update in backward, a replaced ``backward``.
@@ -125,7 +126,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         self._at_first: tuple[list[Callable[[], str | None]], list[int], list[torch.Tensor]] = [], [], []
         self._drawn = False
         self._reported: dict[str, list[torch.Tensor]] = {}
-        self._clip: Callable | None = None  # as `_clip_once` left it
+        self._once: dict[str, Callable] = {}  # by name, undo `_replace_once`
         self._class: type = dict
         #: What compute_loss stores of the latest step, what says whether it would read anything else by then, and the
         #: number of that step and its epoch.
@@ -142,6 +143,11 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         name = str(getattr(args.optim, "value", args.optim))
         if "lomo" in name or "layerwise" in name:
             raise ValueError(f"optim={name!r} updates inside backward, which a graph replaces; use 'adamw_torch'")
+        if any(option == "underflow_overflow" for option in args.debug):
+            raise ValueError(
+                "debug='underflow_overflow' reads every activation in Python, which a graph does not run; drop it, or "
+                "debug with transformers.Trainer"
+            )
         if args.torch_compile:
             raise ValueError("torch_compile=True, but the captured step is compiled already; drop torch_compile")
         if args.parallel_mode not in (ParallelMode.NOT_PARALLEL, ParallelMode.DISTRIBUTED):
@@ -325,7 +331,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         self._class = type(inputs)
         # A number of targets without dimensions is the same for every microbatch.
         self._waiting.append({**inputs, _TARGETS: num_items_in_batch})
-        between = self._calls("on_substep_end") or self._has_own_step()
+        between = self._calls("on_substep_end") or self._own_step()
         if self.args.gradient_accumulation_steps > 1 and between:
             if self._mesh is not None:
                 raise ValueError(
@@ -333,7 +339,8 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
                     "on_substep_end, or the training_step of your own"
                 )
             with _trl_in_a_graph():
-                return self._gradients_apart(model, [self._waiting.pop()], self.current_gradient_accumulation_steps)
+                count = self.current_gradient_accumulation_steps
+                return self._gradients_apart(model, [self._waiting.pop()], count, between + _MAY_CHANGE)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         microbatches, self._waiting = self._waiting, []
@@ -377,13 +384,15 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         return [*RandomState([device] if device.type == "cuda" else []).states().values()]
 
     def _graph_step(self, model: nn.Module, microbatches: list[dict[str, Any]]) -> torch.Tensor:
-        if vars(self.accelerator).get("clip_grad_norm_") is self._clip:
-            vars(self.accelerator).pop("clip_grad_norm_", None)
+        for put_back in self._once.values():  # what has not been called
+            put_back()
         count, optimizer = len(microbatches), getattr(self.optimizer, "optimizer", self.optimizer)
         key = count, self._class, max(self.args.max_grad_norm, 0), optimizer
         often = key not in self._steps and len(self._steps) >= _CAPTURES
-        if key in self._uncaptured or often or self._changes_gradients(model) or not self._are_alike(microbatches):
-            return self._gradients_apart(model, microbatches, count)
+        changes = self._changes_gradients(model)
+        if key in self._uncaptured or often or changes or not self._are_alike(microbatches):
+            why = changes + _MAY_CHANGE if changes else f"{_CAPTURES} limits or optimizers had graphs" if often else ""
+            return self._gradients_apart(model, microbatches, count, why)
         batch = _together(microbatches)
         with refusing_masks() if self._is_exact and self._mesh is None else contextlib.nullcontext():
             if key not in self._steps:
@@ -400,8 +409,10 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             loss = self._add_up(loss, step.metrics[EACH].unbind())
         self._keep_metrics(step)
         self._store(step)
-        # What is logged: gradients are clipped already, and gone.
-        self._clip_once(lambda *args, **kwargs: step.metrics["grad_norm"])
+        # The graph has clipped and updated. Trainer logs the norm; its own update would count this step again, where
+        # an optimizer (schedulefree's) counts without gradients.
+        self._replace_once(self.accelerator, "clip_grad_norm_", lambda *args, **kwargs: step.metrics["grad_norm"])
+        self._replace_once(self.optimizer, "step", lambda *args, **kwargs: compat.mark_stepped(self.optimizer))
         return loss
 
     def _are_alike(self, microbatches: list[dict[str, Any]]) -> bool:
@@ -414,23 +425,31 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         self, model: nn.Module, microbatches: list[dict[str, Any]], key: tuple, error: ValueError
     ) -> torch.Tensor:
         """Gradients alone by graphs, because of ``error``, which is raised if it is theirs too."""
+        of_optimizer = f"{error}".startswith(type(key[-1]).__qualname__)
+        fix = "use optim='adamw_torch_fused'" if of_optimizer else "change that"
         if self._mesh is not None:  # an update that no graph has may need whole parameters
-            raise error
+            raise ValueError(f"{error}; over several ranks {fix}") if of_optimizer else error
         try:
-            loss = self._gradients_apart(model, microbatches, key[0], f"{error}")
+            loss = self._gradients_apart(model, microbatches, key[0], f"{error}", fix)
         except ValueError:
             raise error from None
         self._uncaptured.add(key)
         return loss
 
-    def _clip_once(self, clip: Callable) -> None:
-        """``Trainer`` calls ``clip`` after this step; what replaces or wraps the accelerator's finds its own."""
+    def _replace_once(self, owner: Any, name: str, function: Callable) -> None:
+        """Let ``Trainer``'s next call of ``owner.name`` be ``function``; what is wrapped later is the owner's own."""
+        before = vars(owner).get(name)
+
+        def put_back() -> None:
+            if vars(owner).get(name) is once:
+                vars(owner).update({name: before}) if before else vars(owner).pop(name)
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            vars(self.accelerator).pop("clip_grad_norm_", None)
-            return clip(*args, **kwargs)
+            put_back()
+            return function(*args, **kwargs)
 
-        self._clip = self.accelerator.clip_grad_norm_ = once
+        self._once[name] = put_back
+        setattr(owner, name, once)
 
     def _add_up(self, total: torch.Tensor, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         """Add the losses before the last to what ``Trainer`` logs, in its order and by its rule for NaN, and return
@@ -445,42 +464,40 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             logged += loss
         return losses[-1]
 
-    def _changes_gradients(self, model: nn.Module) -> bool:
-        """Whether gradients may be changed, or the update is not the optimizer's: by a callback, or by a replaced
+    def _changes_gradients(self, model: nn.Module) -> str:
+        """What may change gradients or replaces the optimizer's update, or "": a callback, or a replaced
         ``training_step``, clipping, ``zero_grad`` or ``step`` of what accelerate prepared."""
-        own = ("_clip_grad_norm", "_get_grad_norm")
-        return (
-            self._calls("on_pre_optimizer_step")
-            or self._calls("on_optimizer_step")
-            or self._has_own_step()
-            or compat.step_replaced(self.optimizer)
-            or getattr(nn.utils.clip_grad_norm_, "__globals__", None) is not vars(nn.utils.clip_grad)
-            or _is_replaced(model, "zero_grad", nn.Module)
-            or _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator)
-            or any(_is_replaced(self, name, Trainer) for name in own if hasattr(Trainer, name))
-        )
+        clips = getattr(nn.utils.clip_grad_norm_, "__globals__", None) is not vars(nn.utils.clip_grad)
+        replaced = {
+            "the replaced optimizer.step": compat.step_replaced(self.optimizer),
+            "the replaced torch.nn.utils.clip_grad_norm_": clips,
+            "the replaced zero_grad of the model": _is_replaced(model, "zero_grad", nn.Module),
+            "the replaced accelerator.clip_grad_norm_": _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator),
+        }
+        for name in ("_clip_grad_norm", "_get_grad_norm"):
+            replaced[f"{type(self).__name__}.{name}"] = hasattr(Trainer, name) and _is_replaced(self, name, Trainer)
+        found = (what for what, is_so in replaced.items() if is_so)
+        by_callback = self._calls("on_pre_optimizer_step") or self._calls("on_optimizer_step")
+        return by_callback or self._own_step() or next(found, "")
 
-    def _has_own_step(self) -> bool:
-        """Whether a ``training_step`` may read or change gradients: one around this one, or the trainer's own."""
+    def _own_step(self) -> str:
+        """A ``training_step`` that may read or change gradients, one around this one or the trainer's own; or ""."""
         bases = type(self).__mro__
         steps = [vars(owner).get("training_step") for owner in bases[: bases.index(_TrainingStep)]]
         names = [set(inspect.unwrap(step).__code__.co_names) for step in steps if step is not None]
-        return "training_step" in vars(self) or not all(one in _LEAVE_GRADIENTS for one in names)
+        is_own = "training_step" in vars(self) or not all(one in _LEAVE_GRADIENTS for one in names)
+        return f"{type(self).__name__}.training_step" if is_own else ""
 
-    def _calls(self, event: str) -> bool:
-        """Whether a callback runs at ``event``."""
-        return any(_is_replaced(one, event, TrainerCallback) for one in self.callback_handler.callbacks)
+    def _calls(self, event: str) -> str:
+        """The first callback that runs at ``event``, or ""."""
+        found = (one for one in self.callback_handler.callbacks if _is_replaced(one, event, TrainerCallback))
+        return next((f"{type(one).__name__}.{event}" for one in found), "")
 
     def _gradients_apart(
-        self, model: nn.Module, microbatches: list[dict[str, Any]], count: int, why: str = ""
+        self, model: nn.Module, microbatches: list[dict[str, Any]], count: int, why: str, fix: str = "leave it out"
     ) -> torch.Tensor:
-        """Leave the gradients of microbatches of several shapes to ``Trainer``, which clips and applies them."""
-        if why:
-            fix = "change that"
-        elif self._are_alike(microbatches):
-            why = "a callback, clipping, training_step, zero_grad or a replaced step may change gradients"
-            fix = "leave it out"
-        else:
+        """Leave the gradients of microbatches to ``Trainer``, which clips and applies them. ``why``: no graph does."""
+        if not why:
             why = "microbatches of one step differ in shape, in values that are not rows, or in masks that eager drops"
             fix = "pad to one length and give dataloader_drop_last=True"
         if self._mesh is not None:
@@ -488,7 +505,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
                 raise ValueError(f"{why}, and with ep only a graph updates; {fix}")
             if _is_replaced(self.accelerator, "clip_grad_norm_", Accelerator):
                 raise ValueError("over several GPUs a captured step clips shards: restore accelerator.clip_grad_norm_")
-            self._clip_once(ranks.clip)
+            self._replace_once(self.accelerator, "clip_grad_norm_", ranks.clip)
         first, losses, key = not self._apart, [], (count, self._class)
         if key not in self._apart:
             loss_fn = self._loss_fn(lambda loss, is_part: loss if is_part else loss / count)
@@ -499,7 +516,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             self._store(self._apart[key])
         if first and self.is_world_process_zero():
             logger.warning(
-                "%s: each has a graph of its gradients, clipped and applied in eager mode; %s for one graph per step",
+                "%s: graphs compute gradients, and clipping and update run in eager mode; %s for one graph per step",
                 why,
                 fix,
             )

@@ -44,8 +44,9 @@ def gelu_product(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: st
 
 @operator(_like_backward, launch=quack.gelu_product_backward, takes=on_device)
 def gelu_product_backward(dy: Tensor, weight: Tensor, z: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
-    """dz (M, N), contiguous, and its sum over rows, (N,) in fp32: the gradients of z and of its bias, from ``dy`` (M,
-    K), that of the product that reads ``gelu(z)``, whose weight is ``weight`` (K, N), in any strides. z: (M, N),
+    """The gradients of ``z`` and of its bias: dz (M, N), contiguous, and its sum over rows, (N,) in fp32.
+
+    ``dy`` (M, K): the gradient of the product ``gelu(z) @ weight.T``. ``weight`` (K, N), in any strides. ``z`` (M, N),
     contiguous. ``approximate`` and errors as in `gelu_product`."""
     dz = aten.gelu_backward(dy @ weight, z, approximate=approximate)
     return dz, dz.float().sum(0)

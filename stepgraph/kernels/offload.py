@@ -149,7 +149,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def host_memory(device: torch.device, session: Session | None = None) -> HostMemory:
-    """That of ``session``, or of the session that is entered, for ``device``."""
+    """The host memory of ``session``, by default of the session that is entered, for ``device``."""
     session = session or current()
     if device not in session.host_memory:
         session.host_memory[device] = HostMemory(device)
@@ -157,7 +157,7 @@ def host_memory(device: torch.device, session: Session | None = None) -> HostMem
 
 
 def join(session: Session) -> None:
-    """Let the current stream wait for all copies of ``session`` that are under way."""
+    """Make the current stream wait for all unfinished copies of ``session``."""
     for memory in session.host_memory.values():
         memory.join()
 

@@ -92,7 +92,8 @@ class Context(Protocol):
         mask: torch.Tensor | None,  # of `mask`
         scale: float | None = None,  # of the scores; None: d ** -0.5
     ) -> torch.Tensor:  # (B, H, T / ranks, d_v)
-        """Causal attention of this rank's tokens to all: by ``attention(q, k, v)``, of some heads or with the mask."""
+        """Causal attention of this rank's tokens to all tokens, by ``attention(q, k, v)`` over some of the heads, or
+        over all of them with the mask."""
 
 
 def own_part(model: nn.Module, x: torch.Tensor, dim: int = 1) -> torch.Tensor:

@@ -148,10 +148,8 @@ def alone(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Counted(torch.autograd.Function):
-    """The weights as they are; backward adds ``counts`` to ``tally``.
-
-    In backward: forward also runs in recomputation and in evaluations.
-    """
+    """Return the weights unchanged; backward adds ``counts`` to ``tally``. Forward would count tokens again in
+    recomputation, and count those of evaluations."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, counts: torch.Tensor, tally: torch.Tensor) -> torch.Tensor:

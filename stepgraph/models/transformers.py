@@ -408,7 +408,7 @@ def _stacked(stacks: list[list[str]], shapes: Mapping[str, Sequence[int]], shape
 
 
 def without_weights(skeleton: nn.Module, folder: str, options: Mapping[str, Any]) -> Any:
-    """The model of ``skeleton``, which is on meta, on the CPU: each parameter is one value, seen in its shape."""
+    """``skeleton``'s model on the CPU instead of the meta device; each parameter is one value, in an expanded view."""
     from transformers import GenerationConfig
 
     named = dict(skeleton.named_parameters())

@@ -61,7 +61,7 @@ class Capacity:
         return math.ceil(min(self._balanced(tokens, slots, ranks), tokens * min(slots, here)))
 
     def ratio(self, needed: torch.Tensor, tokens: int, slots: int, here: int, ranks: int) -> torch.Tensor:
-        """How many times the present multiple ``needed`` rows take, an fp64 scalar; above 1 only if they do not fit."""
+        """By what factor the multiple must grow for ``needed`` rows, an fp64 scalar; 0 if they fit."""
         fits = needed <= self.rows(tokens, slots, here, ranks)
         return (needed.double() / self._balanced(tokens, slots, ranks)).masked_fill(fits, 0.0)
 

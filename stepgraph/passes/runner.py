@@ -192,8 +192,7 @@ def _check_order(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def _explained(p: Pass) -> Iterator[None]:
-    """Raise a failure inside as one line with a fix; refused options, and running out of memory, stay
-    what they are."""
+    """Raise a failure inside as one line with a fix. Refused options and out-of-memory errors pass unchanged."""
     try:
         yield
     except (ValueError, torch.OutOfMemoryError):

@@ -11,9 +11,9 @@ Tensor = torch.Tensor
 
 @dataclass
 class Results:
-    """What a step gave: the loss (the sum of the calls' own), metrics and the highest ratios by name, gradients and new
-    state of the optimizer in order. ``reported``, ``read``: by name what each call reported,
-    and what Python reads of it."""
+    """The results of a step. ``loss``: summed over calls. ``metrics``, and the highest ``ratios``, by name.
+    ``gradients``, and ``made``, new state of the optimizer, in order. ``reported`` and ``read``: by name, the values
+    that each call reported, and the ones that Python reads."""
 
     loss: Tensor | None = None
     metrics: dict[str, Tensor] = field(default_factory=dict)

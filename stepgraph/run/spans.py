@@ -32,7 +32,7 @@ class Clock:
 
 
 class StreamClock(Clock):
-    """Moments when the current stream of a GPU has come so far."""
+    """Moments on the current stream of a GPU, as events."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -45,9 +45,9 @@ class StreamClock(Clock):
 
 
 class RecordedClock(Clock):
-    """The same for a step that a CUDA graph replays. The host launches the next replay before it asks for the times of
-    one, which events would not keep: so the GPU notes up to ``room`` times in memory, and they are copied to the host
-    after each replay."""
+    """Moments of a step that a CUDA graph replays. The host launches the next replay before it asks for the times of
+    this one, which would overwrite events. So the GPU writes up to ``room`` times into memory, and each replay is
+    followed by a copy of them to the host."""
 
     def __init__(self, room: int, device: torch.device):
         self.moments = torch.zeros(room, dtype=torch.int64, device=device)

@@ -108,10 +108,10 @@ _TRIES = 10
 
 
 def load_trained(folder: Path, config: TrainConfig, device: str = "cpu") -> tuple[nn.Module, int]:
-    """The model of the run ``folder``, or of ``RUN/checkpoints/step-N``, with ``config`` as `run_config` gives it, on
-    ``device`` (auto, cpu or cuda); and the step it is of.
+    """The model of the run ``folder``, or of ``RUN/checkpoints/step-N``, and the step of its checkpoint.
 
-    In evaluation mode, in the run's dtypes. Raises ``ValueError`` where there is no checkpoint that can be used.
+    ``config``: from `run_config`. ``device``: auto, cpu or cuda. The model is in evaluation mode, in the run's dtypes.
+    Raises ``ValueError`` if there is no usable checkpoint.
     """
     rounds = config.precision == "bf16" and config.mesh_spec is not None and config.lora is None  # shards are fp32
     alone = dataclasses.replace(config, mesh=None, precision="fp32" if rounds else config.precision)

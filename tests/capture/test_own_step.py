@@ -364,6 +364,15 @@ class Seeding(Written):
         p.add_(torch.rand_like(grad), alpha=-0.1)
 
 
+class Projecting(Written):
+    """Keeps an object, which it fills (as GaLore does)."""
+
+    def update(self, p, grad, state, group):
+        projector = state.setdefault("projector", SimpleNamespace())
+        projector.last = grad * 2
+        p.add_(projector.last, alpha=-0.1)
+
+
 LOG = []
 
 
@@ -392,6 +401,7 @@ class LoggingElsewhere(Written):
         (Marking, "Marking.step sets count of a parameter in Python"),
         (Forgetting, "Forgetting.step replaces its state as a whole"),
         (Growing, "Growing.step changes its list of parameter groups"),
+        (Projecting, r"Projecting.step keeps a SimpleNamespace in state\['projector'\].*; keep its tensors"),
         (Sharing, r"Sharing.step \(.*:\d+\) keeps state of a str"),
         (optim.LBFGS, r"LBFGS.step \(.*lbfgs.py:\d+\) needs a closure"),
         (functools.partial(optim.Adagrad, fused=True), r"Adagrad\(fused=True\)"),

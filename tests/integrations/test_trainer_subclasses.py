@@ -8,7 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainingArguments, set_seed  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed  # noqa: E402
 
 import stepgraph  # noqa: E402
 from stepgraph import CaptureError  # noqa: E402
@@ -179,8 +179,42 @@ def test_an_optimizer_that_no_graph_can_have_updates_in_eager_mode(tmp_path, cap
         ends.append(trained(kind, tmp_path / kind.__name__, model, **given))
     check_same(*ends)
     (said,) = [one.getMessage() for one in caplog.records if "in eager mode" in one.getMessage()]
-    assert "Wavers.step" in said and "\n" not in said
+    assert "Wavers.step" in said and "use optim='adamw_torch_fused'" in said and "\n" not in said
     assert ends[1][1].captured is None
+
+
+class CountsAlways(torch.optim.Optimizer):
+    """Counts each call of ``step``, also without gradients, as schedule-free optimizers do."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["k"])
+
+
+def test_an_optimizer_that_counts_without_gradients_counts_each_step_once(tmp_path):
+    ends = []
+    for kind in (Trainer, GraphTrainer):
+        model = qwen()
+        options = {"optimizers": (CountsAlways(model.parameters()), None)}
+        ends.append(trained(kind, tmp_path / kind.__name__, model, count=8, trainer_options=options))
+    check_same(*ends)
+    assert ends[1][1].captured is not None and ends[1][1].optimizer.param_groups[0]["k"] == 4
+
+
+def test_a_callback_that_may_change_gradients_is_named(tmp_path, caplog):
+    class Watches(TrainerCallback):
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            pass
+
+    trained(GraphTrainer, tmp_path, count=4, trainer_options={"callbacks": [Watches()]})
+    assert "Watches.on_pre_optimizer_step may change gradients" in caplog.text
 
 
 def test_an_error_of_the_loss_is_not_taken_for_the_optimizers(tmp_path, caplog):

@@ -74,7 +74,7 @@ class NormOptions(NormBench):
 
 
 def _most(device: torch.device) -> int:
-    """Bytes of the largest tensor that a GPU is given."""
+    """Bytes of the largest tensor that fits a measurement on this GPU."""
     free, _ = torch.cuda.mem_get_info(device)
     return free // 16  # two calls, each with x, dy, y and dx, and what a provider needs besides
 

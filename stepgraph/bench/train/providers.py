@@ -74,8 +74,8 @@ class CapturedTraining:
 
 
 def balance(model: nn.Module) -> None:
-    """Every expert gets as many of a rank's tokens: their places in turn, weighted by their scores, as torchtitan's
-    ``moe_force_load_balance`` does."""
+    """Give every expert the same number of a rank's tokens, in turn, weighted by their scores, like torchtitan's
+    ``moe_force_load_balance``."""
 
     def in_turn(scores: torch.Tensor, slots: int, experts: int) -> torch.Tensor:  # (N, E) -> (N, K)
         places = torch.arange(scores.shape[0] * slots, device=scores.device)

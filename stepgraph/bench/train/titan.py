@@ -413,8 +413,8 @@ def register(config: TrainConfig, batch: Batch) -> None:
             self.loss = float(global_avg_loss)
 
     def build_loss_fn(*args: Any, **options: Any) -> Callable:
-        """The sum over tokens divided by those of the step, as outside pipelines: in one, release 0.2.2 divides what it
-        reports and not what it differentiates."""
+        """The sum over tokens divided by the step's number of tokens, as without pipelines: with one, release 0.2.2
+        divides the loss that it reports, but not the one that it differentiates."""
         summed = spec_loss(*args, **options)
         return lambda prediction, labels: summed(prediction, labels) / config.tokens_per_step
 

@@ -65,8 +65,8 @@ def device_bytes(optimizer: torch.optim.Optimizer, param: Tensor) -> int:
 
 
 def require_room(optimizer: torch.optim.Optimizer, param: Tensor, params: Iterable[Tensor], room: float) -> None:
-    """Raise ``ValueError``, in one line, where the host has no room for the state of ``params``, as that of ``param``
-    is: for each element as many bytes. ``room``: bytes of it that stay on the GPU."""
+    """Raise ``ValueError``, in one line, if the state of ``params`` does not fit into host memory. The state of
+    ``param`` gives the bytes per element. ``room``: bytes that stay on the GPU."""
     own, free = local(param), free_host_memory()
     if own is None or own.device.type != "cuda" or compat.is_fake(own) or free is None:
         return

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -25,6 +26,15 @@ from stepgraph.graph.aliases import memory_span
 
 Tensor = torch.Tensor
 pytree = compat.pytree
+
+
+#: What a user of an optimizer that cannot be captured can do.
+_ALONE = "capture without the optimizer and call its step() after each step"
+
+
+def _is_object(value: Any) -> bool:
+    """Whether ``value`` has attributes that ``step`` may change: neither a tensor or number nor a constant."""
+    return hasattr(value, "__dict__") and not (is_number(value) or isinstance(value, Tensor | Enum | type | tuple))
 
 
 def _kept(value: Any) -> Any:
@@ -280,7 +290,7 @@ class Run:
         self.host.state = self.state.form()
         self.host.form = self.host.state()
         if not same(own.options(), self.host.expected):
-            raise CaptureError(f"{own.name}.step changes what its attributes hold, which a captured step cannot do")
+            raise CaptureError(f"{own.name}.step changes what its attributes hold; {_ALONE}")
         if self.early is None:
             self._check_decisions()
 
@@ -363,8 +373,15 @@ class Run:
                 self.host.touched.append(self._holder(member))
             had = {key for owner, key in self._before if owner == id(member.tensor)}
             if gone := had - now.keys():
-                raise CaptureError(f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it")
+                raise CaptureError(
+                    f"{self.own.name}.step deletes state {sorted(gone)}, and a captured step keeps it; {_ALONE}"
+                )
             for key, value in now.items():
+                if objects := [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]:
+                    raise CaptureError(
+                        f"{self.own.name}.step keeps a {type(objects[0]).__name__} in state[{key!r}], whose attributes "
+                        f"a captured step does not follow; keep its tensors and numbers there, or {_ALONE}"
+                    )
                 try:
                     self._write_state(member, key, value)
                 except CaptureError as error:
@@ -427,9 +444,7 @@ class Run:
             return
         (spec, before), (leaves, now) = known, pytree.tree_flatten(value)
         if now != spec:
-            raise CaptureError(
-                f"{self.own.name}.step replaces state[{key!r}], and a captured step keeps the form of its state"
-            )
+            raise CaptureError(f"{self.own.name}.step replaces state[{key!r}] by a value of a different form; {_ALONE}")
         for old, new in zip(before, leaves, strict=True):
             first, place = self._place(old, True), self._place(new)
             if first is None and isinstance(old, Tensor):
@@ -437,7 +452,7 @@ class Run:
                     if not isinstance(new, Tensor) or _form(new) != _form(old):
                         raise CaptureError(
                             f"{self.own.name}.step replaces state[{key!r}], {old.dtype} of shape {list(old.shape)}, "
-                            "by a value of a different form, and a captured step keeps the form of its state"
+                            f"by a value of a different form; {_ALONE}"
                         )
                     self._assigned += zip(parts_of(old), parts_of(new), strict=True)
             elif first is None:
@@ -520,7 +535,9 @@ class Run:
             if any(value is tensor for value in before):
                 self.own.learned.on_tape[key, self.members[owner].tensor.ndim == 0] = False
                 return
-        raise CaptureError(f"{self.own.name}.step writes tensors of the step into a scalar that it made on the host")
+        raise CaptureError(
+            f"{self.own.name}.step writes tensors of the step into a scalar that it made on the host; {_ALONE}"
+        )
 
     def _explained(self, error: Exception) -> str:
         where = user_source(error)

@@ -64,8 +64,8 @@ class StageCost:
 
 @dataclass(frozen=True)
 class ScheduleForecast:
-    """One schedule. ``ranks``: bytes of each rank of the pipeline at its fullest. ``exposed_s``: seconds of the step
-    that are due to messages between ranks. ``update_s``: of the optimizer's update, in ``step_s``."""
+    """One schedule. ``ranks``: each rank's peak memory in bytes. ``exposed_s``: seconds that the step waits for
+    messages between ranks. ``update_s``: seconds of the optimizer's update, which ``step_s`` includes."""
 
     name: str
     stages: list[StageCost]

@@ -64,7 +64,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def take(self, peer: int) -> Tensor:
-        """What ``peer`` sends, once it has arrived."""
+        """Wait for the tensor that ``peer`` sends, and return it."""
 
     @abstractmethod
     def copy(self, to: Tensor, part: Tensor) -> None:

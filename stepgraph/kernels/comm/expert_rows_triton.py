@@ -171,8 +171,8 @@ def configuration(nbytes: int, x: Tensor) -> tuple[int, int]:
 def send(
     x: Tensor, order: Tensor | None, slots: int, to: Tensor, room: int, addresses: Tensor, narrow: bool = False
 ) -> None:
-    """Row r of (n,), which is ``x[order[r] // slots]``, or ``x[r]``, to ``to[r]``, which is ``rank * room + row``.
-    ``narrow``: by `NARROW` instead of `WIDE`."""
+    """Send n rows: row r is ``x[order[r] // slots]`` (``x[r]`` without ``order``), and goes to rank ``to[r] // room``,
+    row ``to[r] % room``. ``narrow``: launch by `NARROW` instead of `WIDE`."""
     x = x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
     n, D = to.shape[0], x.shape[1]
     if not (n and D and room):

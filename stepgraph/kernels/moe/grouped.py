@@ -113,7 +113,7 @@ def _zero_past(out: Tensor, offsets: Tensor) -> Tensor:
 
 @launching("grouped_mm")
 def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, zero_rest: bool = True) -> Tensor:
-    """What `grouped_mm` launches in addition to the product, which needs addresses."""
+    """Run the kernel that `grouped_mm` launches besides the product, the only part that needs addresses."""
     if not zero_rest or not rows.numel() or not weight.numel() or not on_device(rows):
         return rows
     return _zero_past(rows.new_empty(rows.shape[0], weight.shape[2]), offsets)

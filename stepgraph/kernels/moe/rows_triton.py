@@ -105,7 +105,7 @@ def _in_rows(x: Tensor) -> Tensor:
 
 
 def _new_rows(like: Tensor, n_rows: int, order: Tensor | None) -> Tensor:
-    """(n_rows, D), zeros in rows that no slot uses; in all rows where ``order`` does not say which these are."""
+    """(n_rows, D), zeros in the rows that no slot uses by ``order``; without ``order``, zeros in all rows."""
     D = like.shape[1]
     if order is None:
         return like.new_zeros(n_rows, D)

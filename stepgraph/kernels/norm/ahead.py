@@ -10,8 +10,8 @@ from stepgraph import compat
 
 @contextlib.contextmanager
 def recorded_norms(record: Callable[[compat.TritonSource], None]) -> Iterator[None]:
-    """Inside, calls of the CUDA backend on fake tensors launch nothing: ``record`` gets what would be compiled, by the
-    rules. Neither plans nor memory of theirs are kept."""
+    """Inside, calls of the CUDA backend on fake tensors launch nothing; ``record`` gets the kernels that they would
+    compile. Their plans and memory are not kept."""
     from stepgraph.kernels.norm import planned
     from stepgraph.kernels.norm.triton import launch, plans
 

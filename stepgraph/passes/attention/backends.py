@@ -69,7 +69,7 @@ def _too_old(backend: Backend, capability: tuple[int, int] | None) -> str | None
 
 
 def _flex(case: Case, capability: tuple[int, int] | None) -> str | None:
-    """Its mask is for who knows which keys it leaves, and its dropout for who sees the node."""
+    """Why FlexAttention cannot compute ``case``, or None. Callers check mask and dropout, which need the graph."""
     if case.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it computes in {str(case.dtype).removeprefix('torch.')}, and flex in bfloat16, float16 or float32"
     if not 16 <= min(case.width, case.value_width) <= max(case.width, case.value_width) <= 256:

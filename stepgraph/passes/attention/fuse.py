@@ -220,7 +220,7 @@ def _alike(one: Sequence[_Op], other: Sequence[_Op]) -> bool:
 
 
 def _transposes(node: object, other: fx.Node) -> bool:
-    """Whether one is the other with rows and columns exchanged, by any views, as ``einsum`` makes some of."""
+    """Whether one is the transpose of the other, through any number of views, such as those of ``einsum``."""
 
     def of(a: object, b: fx.Node) -> bool:
         if not isinstance(a, fx.Node):

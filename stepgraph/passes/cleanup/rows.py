@@ -82,7 +82,7 @@ def _sources(x: fx.Node) -> Iterable[fx.Node]:
 
 
 def _make_contiguous(source: fx.Node) -> str | None:
-    """Let all readers of ``source`` read a contiguous copy; why that is not possible, with nothing changed."""
+    """Let all readers of ``source`` read a contiguous copy. If that is not possible, change nothing and return why."""
     copy = Builder(source, after=source).copy(source)
     source.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
     before: dict[fx.Node, object] = {}

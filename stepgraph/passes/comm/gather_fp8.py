@@ -83,8 +83,8 @@ def _match(gather: Collective) -> _Weight | None:
 
 
 def _reduced(weights: list[_Weight], group: str) -> list[fx.Node]:
-    """The largest magnitude of each of ``weights``, in front of them all. What a shard is made of is made twice, so
-    that no shard in the dtype of its product waits from here to its gather."""
+    """The largest magnitude of each of ``weights``, computed before the first gather. Shards are computed twice, here
+    and before their gather, so that no shard in the dtype of its product stays in memory between the two."""
     first = weights[0].gather.node
     build = Builder(*(w.gather.node for w in weights), before=first)
     own = []

@@ -80,7 +80,7 @@ def split_at_host(step: StepGraph, waiting: Set[str] = frozenset()) -> fx.GraphM
 
 
 def _host_first(graph: fx.Graph) -> None:
-    """Let what only the host makes, as numbers that it draws, come before all else, where it ends no CUDA graph."""
+    """Move nodes that only the host runs, such as its random draws, to the front, where they split no CUDA graph."""
     moved: set[fx.Node] = set()
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     for node in list(graph.nodes):

@@ -192,12 +192,13 @@ class Logits:
 
 @dataclass
 class TokenHead:
-    """The nodes of a head and what its tokens' probabilities are read by.
+    """A head, and the nodes that read the probabilities of its tokens.
 
-    ``softmaxes``: of it and of the ``other`` head. ``totals``: the sums, and what they are. ``picked``: what a gather
-    takes. ``tops``: where each row's greatest logit is. ``first``: the first of all these. ``late``: what labels are
-    made of after that. ``back``: from the gradient ``last`` of what softmaxes take to the product's. ``slopes``:
-    gradients of what is computed of each token. ``written``: results that something is written over.
+    ``softmaxes``: those of this head and of the ``other`` one. ``totals``: each sum over the vocabulary, with its
+    summands. ``picked``: the values that ``gather`` reads. ``tops``: each row's argmax. ``first``: the first of these
+    nodes. ``late``: nodes that compute labels after ``first``. ``back``: from ``last``, the gradient of the softmaxes'
+    input, to the gradient of the product. ``slopes``: gradients of the results per token. ``written``: results that
+    are overwritten in place.
     """
 
     softmaxes: set[fx.Node]

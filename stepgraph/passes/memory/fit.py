@@ -264,7 +264,8 @@ class Fit:
         return int(self.curve().max())
 
     def solve(self, limit: float) -> None:
-        """Give results up, in the least time, until the peak is at most ``limit`` or nothing is left to give up."""
+        """Recompute or offload results, whichever take the least time, until the peak is at most ``limit`` or no
+        result is left."""
         self._note(self.curve())
         if self.peak() > limit:
             self._in_least_time(limit)

@@ -32,7 +32,7 @@ _PRODUCT, _WEIGHT_PRODUCT = ours.grouped_mm.default, ours.grouped_mm_weight.defa
 
 
 class _Found(NamedTuple):
-    """Nodes of one match: the product, the sums by token of its rows, and what reads the gradient of the rows."""
+    """Nodes of one match: the product, the sums of its rows per token, and the readers of the rows' gradient."""
 
     product: fx.Node
     sums: list[fx.Node]

@@ -131,7 +131,8 @@ def _chains(step: StepGraph, report: PassReport) -> int:
 
 
 def _same_form(a: fx.Node, b: fx.Node) -> bool:
-    """Whether a fresh result could lie where the other tensor lies: also no element of that is then shared."""
+    """Whether both have one shape, dtype and strides. Then a new result fits into the other's memory, and no two of
+    its elements share memory."""
     x, y = a.meta["val"], b.meta["val"]
     return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
 

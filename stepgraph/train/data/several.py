@@ -94,7 +94,7 @@ class Joined(Source):
             self.blocks = self._joined_blocks()
 
     def _joined_blocks(self) -> np.ndarray:
-        """Blocks of each source apart; a document of a source without blocks is one of its own."""
+        """The block of each document, numbered over all sources. In a source without blocks, each document is one."""
         blocks, next_block = [], 0
         for source in self._sources:
             own = np.arange(len(source)) if source.blocks is None else source.blocks

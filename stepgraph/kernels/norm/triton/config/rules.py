@@ -163,7 +163,7 @@ def _forward_whole(problem: Problem, hw: Hardware) -> Iterator[Config]:
 
 
 def _forward_brief(problem: Problem, hw: Hardware) -> Config | None:
-    """Rows of an RMS norm that takes a few microseconds: threads hold less, as all programs run at once anyway."""
+    """RMS norms of a few microseconds: each thread holds fewer elements, because all programs run at once anyway."""
     bytes_of_row = problem.span * max(problem.loads)
     block = 1 << (problem.span - 1).bit_length()
     few = _few(problem, hw)
@@ -330,7 +330,7 @@ def _well_spread(problem: Problem, bytes_of_row: int, hw: Hardware) -> list[tupl
         kinds = [(3072, 4, 1, 2, 3), (2048, 2, 1, 4, 3), (1024, 2, 1, 4, 3)]
 
     def cost(kind: tuple[int, int, int, int, int]) -> float:
-        """The part of programs without work; 0.05 more for each kind that is narrower."""
+        """The share of programs without work, plus 0.05 for each wider kind."""
         group, programs = -(-bytes_of_row // (2 * kind[0])) * problem.period, hw.processors * kind[3]
         return programs % group / programs + 0.05 * kinds.index(kind)
 
