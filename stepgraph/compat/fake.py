@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
     is_fake,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepgraph.compat.eager import assert_all
@@ -31,7 +30,7 @@ _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gu
 _MESSAGES = {
     ".numpy()": ".numpy() is not supported",
     ".data_ptr()": "Cannot access data pointer",
-    "torch.Tensor() of tensors, tensor_split by one, or what else reads memory": "its data is not allocated yet",
+    "a function that reads memory itself": "its data is not allocated yet",
     "formatting or printing a tensor": "passed to FakeTensor.__",
     "pickle or copy.deepcopy of a tensor": "FakeTensor has no copy",
     "torch.Size() of tensors": " is 'FakeTensor')",
@@ -290,9 +289,9 @@ def truth(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iterator[None]:
-    """Inside, ``torch.tensor([a, b])`` and the like of tensors, whose memory torch would read, call their ``.item()``,
-    and ``.tolist()``, which calls it for each element, asks ``listed`` for all at once, unless that gives None; so does
-    ``.numpy()``, whose array cannot be written."""
+    """Inside, ``torch.tensor([a, b])``, ``torch.Tensor([a, b])`` and the like of tensors, whose memory torch would
+    read, call their ``.item()``; ``.tolist()``, which calls it for each element, asks ``listed`` for all at once,
+    unless that gives None; so do ``x.tensor_split(t)`` and ``.numpy()``, whose array cannot be written."""
     make, to_list, to_array = torch.tensor, FakeTensor.tolist, FakeTensor.numpy
 
     def tolist(tensor: FakeTensor) -> Any:
@@ -308,10 +307,8 @@ def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iter
         return array
 
     with (
-        replaced_functions(
-            torch, **{name: _of_numbers(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
-        ),
-        replaced_functions(torch.Tensor, new_tensor=_of_numbers(torch.Tensor.new_tensor)),
+        replaced(torch.Tensor, tensor_split=_split_by_numbers, **_NUMBERS),
+        replaced_functions(torch, tensor_split=_split_by_numbers),
         replaced(FakeTensor, tolist=tolist, numpy=numpy),
         warnings.catch_warnings(),
     ):
@@ -319,29 +316,32 @@ def lists_of_fake_tensors(listed: Callable[[torch.Tensor], list | None]) -> Iter
         yield
 
 
-def _of_numbers(make: Callable) -> Callable:
-    """``make``, which calls ``.item()`` of tensors in lists. One function for all traces, nested ones too: a trace that
-    watches ``torch.Tensor`` would take another one for a change."""
-    if make in _MADE.values():
-        return make
+def _seen_by_modes(name: str) -> Callable:
+    """The method that converts a tensor to a number of Python; constructors of tensors call it below all modes."""
+    convert, keys = getattr(torch.Tensor, name), torch._C.DispatchKey
 
-    def call(*args: Any, **options: Any) -> torch.Tensor:
-        *before, data = args or [()]
-        leaves = pytree.tree_leaves(data) if isinstance(data, list | tuple) else ()
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return make(*args, **options)
-        if not before and options.get("dtype") is None:
-            options["dtype"] = functools.reduce(torch.promote_types, map(_dtype_in_list, leaves))
-        return make(*before, pytree.tree_map_only(torch.Tensor, torch.Tensor.item, data), **options)
+    def call(tensor: torch.Tensor) -> Any:
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        if not excluded.has(keys.Python):
+            return convert(tensor)
+        excluded = excluded.remove(keys.Python).remove(keys.PythonTLSSnapshot)
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            return convert(tensor)
 
-    return _MADE.setdefault(make, call)
+    return call
 
 
-_MADE: dict[Callable, Callable] = {}
+#: The same ones for all traces, nested ones too: a trace that watches ``torch.Tensor`` would notice another one.
+_NUMBERS = {name: _seen_by_modes(name) for name in ("__float__", "__index__", "__complex__")}
+_split = torch.tensor_split
 
 
-def _dtype_in_list(leaf: Any) -> torch.dtype:
-    return leaf.dtype if isinstance(leaf, torch.Tensor) else torch.as_tensor(leaf).dtype
+def _split_by_numbers(
+    input: torch.Tensor, tensor_indices_or_sections: Any = None, *dim: int, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    by = tensor_indices_or_sections
+    given = () if by is None else (by.tolist() if isinstance(by, torch.Tensor) else by, *dim)
+    return _split(input, *given, **options)
 
 
 def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:

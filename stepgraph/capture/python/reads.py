@@ -165,7 +165,7 @@ class Reads:
         self._modules: dict[int, ModuleType] = {}  # Python modules that code names values of
         self._looked_for: set[str] = set()  # names that were searched in all of them
         # These read memory: no operator is called. One of each for all traces of a step: it may be met itself.
-        self._of_memory = {name: self._seeing_memory(name) for name in ("tolist", "numpy", "__dlpack__")}
+        self._of_memory = {name: self._seeing_memory(name) for name in ("tolist", "numpy", "__dlpack__", "data_ptr")}
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
