@@ -19,6 +19,7 @@ from stepgraph.capture.batch import (
     first_places,
     form,
     leaves_by_name,
+    mask_names,
     masks_of_ones,
     share_of_labels,
     shared_memory,
@@ -33,7 +34,7 @@ from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import Lengths, StepSpec, learn_lengths, rewrite, trace
-from stepgraph.parallel import check_replicas, placement_of
+from stepgraph.parallel import check_collectives, check_model, placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, Target, for_labels, resolve
 from stepgraph.passes.compile.helpers import drop_helpers
@@ -41,6 +42,7 @@ from stepgraph.passes.waiting import Waiting
 from stepgraph.run.bound import BoundStep, ExceededError
 from stepgraph.run.forms import Forms
 from stepgraph.run.memory import Memory
+from stepgraph.run.saved import key
 from stepgraph.run.saved.store import Outcome, Rewriting, store_of
 from stepgraph.run.spans import Spans
 from stepgraph.verify import Case, VerifyReport, verify
@@ -139,8 +141,6 @@ class CapturedStep:
         self.spec = replace(spec, batch=None, passes=for_labels(spec.passes, lambda: share_of_labels(batch)))
         self.dump = None if dump is None else Path(dump)
         self.metrics: dict[str, torch.Tensor] = {}
-        if spec.placement is not None:
-            check_replicas(spec.model)
         if self.pipeline is not None:
             check_schedule(self.pipeline.name, self.pipeline.ranks, spec.accumulate)
         self._modules = list(spec.model.modules())
@@ -148,13 +148,18 @@ class CapturedStep:
         self._forms, self._lengths = Forms(), None
         leaves, structure = flatten_batch(batch)
         checks.check_microbatches(leaves, spec.accumulate)
+        self._is_exact = self.spec.is_exact
+        facts = partial(self._facts, batch)
+        masks = mask_names(batch) if self._is_exact else ()
+        first = spec.placement is not None and check_model(spec.model, masks, facts)
         self._largest = [size // spec.accumulate for size in batch_sizes(leaves)]
         self._session, self._memory = Session(), Memory()
         self._store = None if saved is None else store_of(saved, dump is not None)
         self.saved = Outcome()
-        self._is_exact = self.spec.is_exact
         self._mesh = next((p.device_mesh for p in spec.model.parameters() if hasattr(p, "device_mesh")), None)
         self._current = self._bind(batch, self._signature(batch, leaves, structure))
+        if first:
+            self._agree(self._current, batch)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -344,7 +349,24 @@ class CapturedStep:
         if self._update:
             self._update.check_hooks()
         signature = self._signature(batch, leaves, spec)
-        return self._forms.of(signature, leaves) or self._bind(batch, signature)
+        bound = self._forms.of(signature, leaves) or self._bind(batch, signature)
+        if self.spec.placement is not None and not bound.agreed:
+            self._agree(bound, batch)
+        return bound
+
+    def _agree(self, bound: BoundStep, batch: Any) -> None:
+        """Compare what ranks communicate in ``bound``."""
+        check_collectives(self.spec.model, bound.traced.program, partial(self._facts, batch))
+        bound.agreed = True
+
+    def _facts(self, batch: Any) -> dict[str, str]:
+        """What the collectives of a step may depend on, as text, by name."""
+        passes = resolve(self.spec.passes, self.spec.disable, Target.on(self.spec.device))
+        found = {f"the version of {name}": version for name, version in key.versions().items()}
+        found |= {f"the pass {p.name}": repr(p.options) for p in passes} | {"accumulate": repr(self.spec.accumulate)}
+        for name, leaf in leaves_by_name(batch).items():
+            found[name] = f"{leaf.dtype}{[*leaf.shape]}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        return found | {f"torch's {name}": value for name, value in key.settings(compiles=True).items()}
 
     def _signature(self, batch: Any, leaves: Sequence[Any], spec: TreeSpec) -> tuple:
         """Everything outside the tensors' values that the graph was specialized on; in an exact step which attention

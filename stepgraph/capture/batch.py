@@ -150,6 +150,12 @@ def masks_of_ones(batch: Any, microbatches: int = 1, mesh: DeviceMesh | None = N
     return found
 
 
+def mask_names(batch: Any) -> list[str]:
+    """The attention masks of ``batch``, which `masks_of_ones` looks at, such as ``batch['attention_mask']``."""
+    leaves = compat.pytree.tree_flatten_with_path(_nodes(batch))[0]
+    return [f"batch{compat.pytree.keystr(path)}" for path, leaf in leaves if path and _is_mask(path[-1], leaf)]
+
+
 _refusing: list[None] = []
 
 

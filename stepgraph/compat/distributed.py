@@ -110,6 +110,11 @@ def process_group(name: str) -> torch.distributed.ProcessGroup:
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
+def default_store() -> torch.distributed.Store:
+    """The store in which the ranks of the default process group met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 #: The names that `name_group` gave, and the groups' own.
 _OWN_NAMES: dict[str, str] = {}
 

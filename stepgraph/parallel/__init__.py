@@ -1,6 +1,7 @@
 """Data, tensor and pipeline parallelism, applied to a plain model from outside; its collectives become graph nodes."""
 
-from stepgraph.parallel.apply import check_replicas, held_parameters, parallelize
+from stepgraph.parallel.alike import check_collectives, check_model
+from stepgraph.parallel.apply import held_parameters, parallelize
 from stepgraph.parallel.fsdp import layouts, local_parts, round_to, whole_state, whole_tensor
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec

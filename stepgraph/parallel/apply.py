@@ -1,6 +1,5 @@
 """`parallelize`: makes a plain model parallel, in place."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
 from stepgraph.errors import unknown_name
@@ -33,8 +31,6 @@ from stepgraph.parallel.tensor import check_plan, register_place, style_of
 
 #: How tokens are sent to experts, by the name that options use.
 EXCHANGES = {"collectives": ExpertExchange, "symmetric": SymmetricExchange}
-#: Models that `check_replicas` has looked at.
-_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @torch.no_grad()
@@ -148,33 +144,6 @@ def parallelize(
 def held_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that this rank holds, by name: all except other stages' of a pipeline."""
     return {name: param for name, param in model.named_parameters() if not param.is_meta}
-
-
-@torch.no_grad()
-def check_replicas(model: nn.Module) -> None:
-    """Raise ``ValueError`` if ranks hold different values of a replicated parameter, as after different seeds. All
-    ranks call it together. It checks a model only once, since ranks may capture later steps at different times."""
-    if model in _CHECKED:
-        return
-    _CHECKED.add(model)
-    held = {name: p for name, p in held_parameters(model).items() if p.is_floating_point() and p.dtype.itemsize > 1}
-    shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
-    for mesh in dict.fromkeys(p.device_mesh for p in shards.values()):
-        for axis in range(mesh.ndim):
-            alike = [n for n, p in shards.items() if p.device_mesh == mesh and p.placements[axis].is_replicate()]
-            if not alike or mesh.size(axis) == 1:
-                continue
-            local = [shards[name].to_local() for name in alike]
-            sums = torch.stack([t.sum(dtype=torch.float64) for t in local]).nan_to_num()
-            norms = torch.stack([t.abs().sum(dtype=torch.float64) for t in local]).nan_to_num()
-            range_ = torch.stack([sums, -sums])
-            dist.all_reduce(range_, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-            for name, differs in zip(alike, (range_.sum(0) > 1e-9 * norms).tolist(), strict=True):
-                if differs:
-                    raise ValueError(
-                        f"ranks hold different values of {name}, and each would train its own; build the model from "
-                        "one seed on all ranks, by torch.manual_seed, or load the same checkpoint"
-                    )
 
 
 def _elsewhere(model: nn.Module, pipeline: Pipeline | None) -> set[int]:

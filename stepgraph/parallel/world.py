@@ -71,7 +71,7 @@ def _init_process_group(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     rank, world = int(os.environ["RANK"]), world_size()
-    with _said_if_long(f"rank {rank} waits for the other ranks of {world} at {_place()}, {timeout_s:g} s at most"):
+    with said_if_long(f"rank {rank} waits for the other ranks of {world} at {_place()}, {timeout_s:g} s at most"):
         store = _meet(rank, world, timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
@@ -126,7 +126,7 @@ def _place() -> str:
 
 
 @contextlib.contextmanager
-def _said_if_long(text: str) -> Iterator[None]:
+def said_if_long(text: str) -> Iterator[None]:
     """Print ``text`` where what is inside takes long."""
     timer = threading.Timer(_SPEAKS_AFTER_S, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True

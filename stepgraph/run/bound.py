@@ -54,7 +54,8 @@ class RandomState:
 
 
 class BoundStep:
-    """One form of a captured step. ``watch`` and ``plain`` see whether it must be captured again."""
+    """One form of a captured step. ``watch`` and ``plain`` see whether it must be captured again. ``agreed``: whether
+    the ranks know that they issue the same collectives in it."""
 
     def __init__(self, traced: Traced, update: Update | None, session: Session, memory: Memory):
         self.traced, self.update = traced, update
@@ -68,6 +69,7 @@ class BoundStep:
             if isinstance(spec.what, GroupValue)
         }
         self.lr_values: dict[int, float] = {}
+        self.agreed = False
         self.after: Callable[[], None] | None = None
         self.devices = {tensor.device for tensor in traced.state if tensor.device.type == "cuda"}
 
