@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -70,20 +70,28 @@ def check_no_parameters(leaves: Sequence[Any], slots: Sequence[Slot]) -> None:
             raise CaptureError(f"the batch holds parameter {name} of the model: take it from the model inside loss_fn")
 
 
-def check_owned(update: Update | None, slots: Sequence[Slot]) -> None:
-    """Every parameter of the optimizer is the model's, and has memory for each of its elements."""
-    known = {id(slot.tensor) for slot in slots}
+def check_owned(update: Update | None) -> None:
+    """Every parameter of the optimizer has memory for each of its elements."""
     for _, param in update.owned() if update else ():
         if _overlaps(param):
             raise CaptureError(
                 f"elements of a parameter of shape {list(param.shape)} and strides {list(param.stride())} share "
                 "memory, and an update in place depends on their order; register a contiguous() copy of it"
             )
-        if id(param) not in known:
-            raise CaptureError(
-                f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not; "
-                "build the optimizer from model.parameters()"
-            )
+
+
+def foreign(update: Update | None, slots: Sequence[Slot]) -> torch.Tensor | None:
+    """A parameter of the optimizer that is none of ``slots``."""
+    known = {id(slot.tensor) for slot in slots}
+    return next((param for _, param in (update.owned() if update else ()) if id(param) not in known), None)
+
+
+def refuse_foreign(param: torch.Tensor) -> NoReturn:
+    """Raise for a parameter of the optimizer that neither the model nor the loss has."""
+    raise CaptureError(
+        f"the optimizer holds a parameter of shape {list(param.shape)} that the model does not, nor a module that the "
+        "loss calls; build the optimizer from model.parameters(), or pass a model that contains the other modules"
+    )
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

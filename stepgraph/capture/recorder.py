@@ -479,7 +479,8 @@ def _refuse_foreign(tensor: torch.Tensor, frozen: str | None, user: Provenance |
         )
     raise OutsideError(
         f"a tensor of shape {list(tensor.shape)} that requires a gradient is used in {where} but is not one of the "
-        "model's parameters; register it as an nn.Parameter, and use no cached copy of a parameter",
+        "model's parameters; register it as an nn.Parameter of the model, or of a module that the loss calls, and use "
+        "no cached copy of a parameter",
         tensor,
     )
 

@@ -107,7 +107,7 @@ class StepTrace:
         sizes = {id(slot.tensor): shapes[slot.name] for slot in self.slots if slot.name in (shapes or {})}
         self.update = Update(optimizer, sizes, room) if optimizer is not None else None
         checks.check_layouts(self.slots)
-        checks.check_owned(self.update, self.slots)
+        checks.check_owned(self.update)
         checks.check_no_parameters(leaves, self.slots)
         self.stateless = self.update.without_state() if self.update else []
         self.repeated = repeated
@@ -153,6 +153,11 @@ class StepTrace:
 
     def program(self) -> StepProgram:
         """The graphs of the step and their schedule."""
+        if (param := checks.foreign(self.update, self.slots)) is not None:
+            self.update = None
+            if self.share is None:
+                self.whole()  # raises OutsideError if a module outside of the model has it, such as a criterion
+            checks.refuse_foreign(param)
         if self.update:
             with self._of_optimizers():
                 self.update.prepare({id(slot.tensor): slot for slot in self.slots}, self.mode, self.home)
@@ -485,7 +490,8 @@ class StepTrace:
         results, norm = [], None
         if self.max_grad_norm is not None:
             with compat.Repeating():  # on a CPU, some operators for each parameter
-                own = {id(p) for p in self.model.parameters()}
+                others = [p for _, p in self.update.owned()] if self.update else []
+                own = {id(p) for p in (*self.model.parameters(), *others)}
                 mine = {i: grad for i, grad in grads.items() if id(self.slots[i].tensor) in own}
                 clipped, norm = gradients.clip(mine, tensors, self.max_grad_norm, stages)
                 grads |= clipped

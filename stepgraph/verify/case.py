@@ -107,7 +107,7 @@ def eager_step(
     """(loss, metrics by name) of forward, backward, clipping, update and what modules do after it.
 
     ``layouts``: of a model over ranks, by the names of its parameters. ``whole``: the model with modules outside of it
-    whose parameters get gradients too, which are not clipped.
+    whose parameters get gradients too, which are not clipped unless an optimizer has them.
 
     ``skip_nonfinite``: parameters, buffers and optimizer state stay as they were where loss or norm is not finite.
 
@@ -116,7 +116,8 @@ def eager_step(
     """
     whole = whole or model
     params = [p for p in whole.parameters() if p.requires_grad]
-    own = {id(p) for p in model.parameters()}
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    own = owned | {id(p) for p in model.parameters()}
     before = [p.grad for p in params]
     for param in params:
         param.grad = None
@@ -137,12 +138,10 @@ def eager_step(
     if skip_nonfinite:
         metrics["skipped"] = ~torch.isfinite(torch.stack([total, metrics["grad_norm"]])).all()
     skipped = skip_nonfinite and bool(metrics["skipped"])
-    owned, placed = set(), {id(p): layouts[name] for name, p in model.named_parameters() if layouts}
-    for optimizer in optimizers:
-        if not skipped:
-            with compat.muon_replaced(partial(_whole_muon, placed)):
-                _step(optimizer)
-        owned |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+    placed = {id(p): layouts[name] for name, p in model.named_parameters() if layouts}
+    for optimizer in optimizers if not skipped else ():
+        with compat.muon_replaced(partial(_whole_muon, placed)):
+            _step(optimizer)
     if optimizers:
         metrics |= end_of_step(model)
     with torch.no_grad():

@@ -124,6 +124,43 @@ def test_a_criterion_with_a_buffer_that_it_replaces():
     assert_same_state(runs[0][0], runs[1][0], 0)
 
 
+class Margins(nn.Module):
+    """A criterion that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centers, self.scale = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.normalize(x) @ F.normalize(self.centers).T * self.scale.exp(), torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.05}, {"accumulate": 2}])
+def test_a_criterion_that_the_same_optimizer_trains(options: dict):
+    batches, runs = list(torch.randn(4, 6, 4)), []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        networks = nn.ModuleDict({"model": nn.Linear(4, 6), "criterion": Margins()})
+        model, criterion, optimizer = networks["model"], networks["criterion"], adam(networks)
+        loss_fn = lambda m, b, criterion=criterion: criterion(m(b))  # noqa: E731
+        n = options.get("accumulate", 1)
+        if captured:
+            step = stepgraph.capture(model, loss_fn, batches[0], optimizer, passes="exact", **options)
+            assert step.verify(batches[0]).bitwise
+        for batch in batches:
+            if captured:
+                step(batch)
+                continue
+            for part in batch.chunk(n):
+                (loss_fn(model, part) / n).backward()
+            if n == 1:
+                nn.utils.clip_grad_norm_(networks.parameters(), options["max_grad_norm"])
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(networks)
+    assert_same_state(*runs, 0)
+
+
 def test_a_module_around_the_model():
     """One that holds the model, as a diffusion process does, counts with what else it has."""
     batches, runs = list(torch.randn(3, 5, 4)), []
