@@ -34,7 +34,7 @@ from stepgraph.graph.report import PassReports
 from stepgraph.graph.step_graph import Call, StepGraph
 from stepgraph.kernels.comm.exchange import Session
 from stepgraph.lower import Lengths, StepSpec, learn_lengths, rewrite, trace
-from stepgraph.parallel import check_collectives, check_model, placement_of
+from stepgraph.parallel import check_collectives, check_model, leave_padding_out, placement_of
 from stepgraph.parallel.pipeline import Pipeline, check_schedule
 from stepgraph.passes import Passes, Target, for_labels, resolve
 from stepgraph.passes.compile.helpers import drop_helpers
@@ -145,6 +145,9 @@ class CapturedStep:
             check_schedule(self.pipeline.name, self.pipeline.ranks, spec.accumulate)
         self._modules = list(spec.model.modules())
         self._update = Update(spec.optimizer) if spec.optimizer is not None else None
+        if spec.placement is not None:
+            for optimizer in self._update.optimizers if self._update else ():
+                leave_padding_out(optimizer, spec.model)
         self._forms, self._lengths = Forms(), None
         leaves, structure = flatten_batch(batch)
         checks.check_microbatches(leaves, spec.accumulate)

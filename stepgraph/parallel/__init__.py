@@ -2,7 +2,7 @@
 
 from stepgraph.parallel.alike import check_collectives, check_model
 from stepgraph.parallel.apply import held_parameters, parallelize
-from stepgraph.parallel.fsdp import layouts, local_parts, round_to, whole_state, whole_tensor
+from stepgraph.parallel.fsdp import layouts, leave_padding_out, local_parts, round_to, whole_state, whole_tensor
 from stepgraph.parallel.loss import cross_entropy, mean_over_mesh, next_token_loss
 from stepgraph.parallel.mesh import Mesh, MeshSpec
 from stepgraph.parallel.pipeline import SCHEDULES, Pipeline, StageGraphs, check_schedule, plan_pipeline

@@ -9,6 +9,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
 from typing import Any
@@ -22,6 +23,8 @@ from stepgraph.parallel.layout import Layout
 
 _LAYOUTS = "_stepgraph_layouts"
 _HELD = "_stepgraph_held"  # gathered parameters by name, inside `gathered_once`
+#: Optimizers whose ``state_dict`` has no padding.
+_TRUE_SHAPES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _AWAY = "_stepgraph_away"  # stored parameters by name, while `torch.nn.utils.parametrize` has their place
 
 
@@ -99,27 +102,77 @@ def _put_back(module: nn.Module, base: type, name: str, tensor: Any, persistent:
 
 
 def _leave_padding_out(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """``state_dict`` gives parameters in their true shapes, as views; with ``keep_vars`` it gives them as they are."""
+    """``state_dict`` gives parameters in their true shapes, as views, and leaves out those of other stages of a
+    pipeline; with ``keep_vars`` it gives all as they are."""
     for name, layout in own_layouts(module).items():
         value = state.get(prefix + name)
-        if layout.padded and value is not None and not isinstance(value, nn.Parameter):
+        if value is None or isinstance(value, nn.Parameter):
+            continue
+        if layout.pipeline is not None and value.is_meta:
+            del state[prefix + name]
+        elif layout.padded:
             state[prefix + name] = layout.without_padding(value)
 
 
 def _take_own_part(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """``load_state_dict`` takes whole plain tensors, and DTensors of the true shapes in any placements on the
-    parameter's mesh."""
+    parameter's mesh. Parameters of other stages of a pipeline stay without values."""
     for name, layout in own_layouts(module).items():
-        value = state.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or value.shape != layout.shape:
-            continue
-        if not isinstance(value, DTensor):
-            state[prefix + name] = layout.part(value, module._parameters[name].device)
-        elif layout.padded and value.device_mesh == layout.mesh.devices:
-            own = value.redistribute(placements=layout.at_rest()).to_local()
-            local = own.new_zeros(layout.local_shape)
-            layout.own(local).copy_(own)
-            state[prefix + name] = layout.store(local)
+        param = module._parameters[name]
+        if layout.pipeline is not None and param.is_meta:
+            state[prefix + name] = param
+        elif prefix + name in state:
+            state[prefix + name] = _own_part(layout, state[prefix + name], param.device)
+
+
+def _own_part(layout: Layout, value: Any, device: torch.device) -> Any:
+    """``value``, a tensor of the parameter's true shape, as `Layout.store` wraps it; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or value.shape != layout.shape:
+        return value
+    if not isinstance(value, DTensor):
+        return layout.part(value, device)
+    if not layout.padded or value.device_mesh != layout.mesh.devices:
+        return value
+    own = value.redistribute(placements=layout.at_rest()).to_local()
+    local = own.new_zeros(layout.local_shape)
+    layout.own(local).copy_(own)
+    return layout.store(local)
+
+
+@torch.no_grad()
+def leave_padding_out(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """From now on ``optimizer.state_dict()`` gives what is laid out like a parameter of ``model`` in the parameter's
+    true shape, as a view, which `torch.distributed.checkpoint` loads on any mesh; ``load_state_dict`` takes that, and
+    whole plain tensors. State that ``optimizer`` has in true shapes is padded."""
+    found = layouts(model)
+    placed = {param: found[name] for name, param in model.named_parameters() if name in found}
+    for param in placed.keys() & optimizer.state.keys():
+        slots = optimizer.state[param]
+        slots.update({key: _own_part(placed[param], value, param.device) for key, value in slots.items()})
+    if optimizer in _TRUE_SHAPES:
+        return
+    _TRUE_SHAPES.add(optimizer)
+
+    def each(state: dict[str, Any], change: Callable[[nn.Parameter, Any], Any]) -> dict[str, Any]:
+        groups = zip(state["param_groups"], optimizer.param_groups, strict=False)
+        keys = {
+            key: param for saved, group in groups for key, param in zip(saved["params"], group["params"], strict=False)
+        }
+        slots = {
+            key: {name: change(keys[key], value) for name, value in found.items()} if keys.get(key) in placed else found
+            for key, found in state["state"].items()
+        }
+        return state | {"state": slots}
+
+    def trim(param: nn.Parameter, value: Any) -> Any:
+        alike = isinstance(value, DTensor) and (value.shape, value.placements) == (param.shape, param.placements)
+        there = alike and value.to_local().device == param.device  # else the host holds it
+        return placed[param].without_padding(value) if there else value
+
+    optimizer.register_state_dict_post_hook(lambda _, state: each(state, trim))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: each(state, lambda param, value: _own_part(placed[param], value, param.device))
+    )
 
 
 def _getter(name: str) -> Callable[[nn.Module], torch.Tensor]:
