@@ -174,7 +174,7 @@ def imports_between_passes(root: Path) -> list[str]:
 
 
 def private_torch(root: Path) -> list[str]:
-    """Names of torch with an underscore in front, imported or read, outside compat."""
+    """Names of torch with an underscore in front, imported or read, and comparisons of its version, outside compat."""
     problems = []
     for module, file in modules(root).items():
         if room(module) == "compat":
@@ -185,6 +185,10 @@ def private_torch(root: Path) -> list[str]:
                 problems.append(
                     f"{quoted(root, file, line)}: {name} is private to torch: read it from stepgraph.compat"
                 )
+        for node in nodes(file.read_text()):
+            if isinstance(node, ast.Attribute) and node.attr == "TORCH":
+                line = quoted(root, file, node.lineno)
+                problems.append(f"{line}: compare torch's version in stepgraph.compat: name there what differs")
     return problems
 
 
@@ -407,6 +411,7 @@ def test_folders_of_passes_do_not_know_each_other(text, why, tmp_path):
         "import torch\nx = torch._C._len_torch_dispatch_stack()",
         "import torch.distributed as dist\nx = dist._resolve(1)",
         "from torch import fx\nx = fx.graph._Namespace",
+        "from stepgraph import compat\nx = compat.TORCH < (2, 13)",
     ],
 )
 def test_private_torch_is_for_compat_alone(text, tmp_path):

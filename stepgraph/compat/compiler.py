@@ -22,6 +22,8 @@ from stepgraph.errors import first_line
 
 #: Views, where Inductor can make one, whose schemas do not say so.
 _VIEWS = (torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+#: Whether Inductor draws random numbers in the graph's order; 2.11 and 2.12 call random operators in any order.
+INDUCTOR_DRAWS_IN_ORDER = TORCH >= (2, 13)
 
 
 def inductor_compile(

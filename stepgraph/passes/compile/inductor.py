@@ -212,7 +212,7 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
     on_cuda, rematerialized = _on_cuda(step), any(r.name == "rematerialize" and r.skipped is None for r in step.log)
     left: dict[fx.Node, str] = {}
     aliased = _Aliased(step.graph)
-    out_of_order = drawn_out_of_order(step.graph) if compat.TORCH < (2, 13) else set()
+    out_of_order = {} if compat.INDUCTOR_DRAWS_IN_ORDER else drawn_out_of_order(step.graph)
 
     @functools.cache
     def kind(node: fx.Node) -> str | None:
@@ -228,11 +228,9 @@ def _full(step: StepGraph, options: InductorOptions, config: dict[str, Any], rep
         reason = reason or (not updates and aliased(node)) or undeclared_write(node)
         reason = reason or read_before_drawn(node) or takes_sizes_for_scales(node) or counts_past_the_end(node)
         reason = reason or averages_past_the_end(node) or writes_as_custom(node) or rounds_the_quotient(node)
-        reason = reason or differs_at_the_ends(node) or differs_on_gpu(node)
+        reason = reason or differs_at_the_ends(node) or differs_on_gpu(node) or out_of_order.get(node)
         if packet(node) in (aten._assert_async, aten._functional_assert_async):
             reason = "Inductor leaves it out"
-        if node in out_of_order:
-            reason = "Inductor may draw its numbers before others"
         if reason:
             left[node] = reason
             return None
@@ -340,16 +338,16 @@ def read_before_drawn(node: fx.Node) -> str | None:
     return "Inductor may read the numbers before it draws them"
 
 
-def drawn_out_of_order(graph: fx.Graph) -> set[fx.Node]:
-    """Random operators that do not depend on the one before, such as the noise and the timesteps of a diffusion model:
-    torch 2.11 calls them in any order. Of two, it is enough to leave one outside of pieces."""
-    alone, count, previous = set[fx.Node](), 0, None
+def drawn_out_of_order(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Why Inductor's numbers may not be eager's, for random operators that do not depend on the one before, such as the
+    noise and the timesteps of a diffusion model: it may change their order. Of two, one outside of pieces is enough."""
+    alone, count, previous = dict[fx.Node, str](), 0, None
     newest: dict[fx.Node, int] = {}  # the number of the last random operator that a node depends on
     for node in graph.nodes:
         newest[node] = max((newest[read] for read in node.all_input_nodes), default=0)
         if is_random(node):
             if newest[node] < count and previous not in alone:
-                alone.add(node)
+                alone[node] = "Inductor may draw its numbers before others"
             count, previous = count + 1, node
             newest[node] = count
     return alone

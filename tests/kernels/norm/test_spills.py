@@ -102,7 +102,7 @@ def norms():
         yield pytest.param(kind, n, marks=pytest.mark.slow if n in NOW[kind] else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("kind", "n"), norms())
+@pytest.mark.parametrize(("kind", "n"), list(norms()))
 def test_grid_does_not_spill(kind, n, capsys):
     with recorded_launches() as seen:
         for elements in ELEMENTS:
