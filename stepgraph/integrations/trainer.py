@@ -627,13 +627,25 @@ def _gathered_for_metrics(gather: Callable, data: Any, *args: Any, **kwargs: Any
 def _trl_in_a_graph() -> Iterator[None]:
     """Inside, TRL's heads score masked positions too, as they do where there is no Triton: on a GPU they would pick the
     others by a mask, and shapes would depend on values. Its losses are not timed: that reads the number of the step."""
-    utils, profiling = (sys.modules.get(f"trl.{name}") for name in ("trainer.utils", "extras.profiling"))
+    names = "trainer.utils", "extras.profiling", "trainer.grpo_trainer"
+    utils, profiling, grpo = (sys.modules.get(f"trl.{name}") for name in names)
     with contextlib.ExitStack() as inside:
         if hasattr(utils, "_use_triton"):
             inside.enter_context(replaced(utils, _use_triton=_without_triton))
         if hasattr(profiling, "profiling_context"):
             inside.enter_context(replaced(profiling, profiling_context=_untimed))
+        if hasattr(grpo, "GRPOTrainer"):
+            inside.enter_context(replaced(grpo.GRPOTrainer, get_high_entropy_mask=_high_entropies))
         yield
+
+
+def _high_entropies(trainer: Any, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+    """TRL's ``get_high_entropy_mask``, of one process, without a shape that depends on values."""
+    if trainer.accelerator.num_processes > 1:
+        raise ValueError("top_entropy_quantile below 1 compares the entropies of all ranks: set it to 1.0")
+    kept = mask.bool()
+    limit = entropies.float().where(kept, torch.nan).nanquantile(threshold)
+    return (entropies * mask.float() >= limit) & kept
 
 
 def _form(microbatch: dict[str, Any]) -> tuple:

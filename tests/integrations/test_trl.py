@@ -128,7 +128,10 @@ CASES = {
     "generated": (
         *(GRPOTrainer, GraphGRPO, GRPOConfig, prompts, model),
         lambda: {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]},
-        {"num_generations": 2, "max_completion_length": 4, "num_iterations": 2, "eval_strategy": "no"},
+        {
+            **{"num_generations": 2, "max_completion_length": 4, "num_iterations": 2, "eval_strategy": "no"},
+            "top_entropy_quantile": 0.5,
+        },
     ),
 }
 

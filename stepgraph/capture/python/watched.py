@@ -27,6 +27,8 @@ from stepgraph.capture.python.values import ABSENT, is_of_program, kind_of, of_p
 _BY_AUTOGRAD = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 #: Dictionaries of hooks that run with a module, by their keys in ``vars(module)``.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: How a hook is called, by its key there.
+_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 #: What transformers' ``save_pretrained`` writes into the saved model's configuration: it describes the weights.
 _OF_CHECKPOINTS = frozenset(("architectures", "dtype", "torch_dtype", "transformers_version"))
@@ -77,7 +79,7 @@ class _Walk:
                 if tensor is not None:
                     self._note_attributes(where + name, tensor)
             for hooks in HOOKS:
-                self._parts(where + hooks, parts.parts_of_container(vars(module)[hooks]))
+                self._parts(where + hooks, _parts_of_hooks(module, hooks))
         for hooks in compat.hooks_of_every_module():
             self._parts("hooks of every module", parts.parts_of_container(hooks))
         self._pending.extend(roots.items())
@@ -307,7 +309,13 @@ class _Walk:
         for hooks in HOOKS:
             held = vars(module)[hooks]
             self.contents.append((held, values.elements(held)))
-            self._parts(f"{path}.{hooks}", parts.parts_of_container(held))
+            self._parts(f"{path}.{hooks}", _parts_of_hooks(module, hooks))
+
+
+def _parts_of_hooks(module: nn.Module, hooks: str) -> Iterator[Part]:
+    """Hooks by their order: a hook that was removed and registered again has another key."""
+    for place, (key, hook) in enumerate(vars(module)[hooks].items()):
+        yield Part(f"[{place}]" + "".join(kind for kind in _OF_HOOKS if key in vars(module)[kind]), hook)
 
 
 def _registered(module: nn.Module) -> tuple[dict, dict, dict]:
@@ -347,6 +355,8 @@ class Watched:
         self._read = [(tensor, values.content(tensor)) for tensor in read]
         self._walk = walk = self._walked()
         self.unseen = walk.unseen
+        self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in HOOKS]
+        self._hooks += [("every module", hooks) for hooks in compat.hooks_of_every_module()]
         self._ready()
         self._children = [m._modules for m in model.modules()]
         self._submodules = _entries(self._children)
@@ -358,9 +368,6 @@ class Watched:
         self._empty, self._empty_names, self._empty_paths = _columns(empty)
         self._settings = compat.settings()
         self._handles = RemovableHandle.next_id
-        self._hooks = [(path, vars(m)[kind]) for path, m in model.named_modules() for kind in HOOKS]
-        self._hooks += [("every module", hooks) for hooks in compat.hooks_of_every_module()]
-        self._hooked = [(path, hooks, list(hooks)) for path, hooks in self._hooks if hooks]
 
     def _walked(self) -> _Walk:
         return _Walk(self.model, self.roots, lambda path, _: self.names.get(path), lambda path, _: path in self._moving)
@@ -378,6 +385,7 @@ class Watched:
         self._forms = list(map(_form, self._tensors))
         self._on_tensors = walk.on_tensors()
         self._sizes = list(map(len, self._on_tensors))
+        self._hooked = [(hooks, list(hooks)) for _, hooks in self._hooks if hooks]
 
     def change(self) -> str | None:
         """What has changed since, in words; None if nothing has."""
@@ -409,9 +417,7 @@ class Watched:
         if (settings := compat.settings()) != self._settings:
             name = next(name for name in settings if settings[name] != self._settings[name])
             return f"{name} changed from {self._settings[name]} to {settings[name]}"
-        if self._hooked or RemovableHandle.next_id != self._handles:
-            return self._changed_hooks()
-        return None
+        return self._added_hooks() if RemovableHandle.next_id != self._handles else None
 
     def from_now(self) -> Callable[[], str | None]:
         """Says later, in words, what has changed from now on; None for nothing."""
@@ -431,21 +437,18 @@ class Watched:
             and all(values.content(buffer) == before for buffer, before in self._buffers)
             and list(map(_form, self._tensors)) == self._forms
             and list(map(len, self._on_tensors)) == self._sizes
+            and all(list(hooks) == keys for hooks, keys in self._hooked)
         )
 
-    def _changed_hooks(self) -> str | None:
-        for path, hooks, keys in self._hooked:
-            if list(hooks) != keys:
-                return f"hooks of {path or 'the model'} were added or removed"
-        if RemovableHandle.next_id != self._handles:
-            hooked = {id(hooks) for _, hooks, _ in self._hooked}
-            for path, hooks in self._hooks:
-                if hooks and id(hooks) not in hooked:
-                    return f"hooks of {path or 'the model'} were added"
-            for name, parameter in self.model.named_parameters():
-                if compat.has_gradient_hooks(parameter):
-                    return f"a gradient hook of parameter {name} was added"
-            self._handles = RemovableHandle.next_id  # hooks of something else
+    def _added_hooks(self) -> str | None:
+        hooked = {id(hooks) for hooks, _ in self._hooked}
+        for path, hooks in self._hooks:
+            if hooks and id(hooks) not in hooked:
+                return f"hooks of {path or 'the model'} were added"
+        for name, parameter in self.model.named_parameters():
+            if compat.has_gradient_hooks(parameter):
+                return f"a gradient hook of parameter {name} was added"
+        self._handles = RemovableHandle.next_id  # the same hooks, or hooks of something else
         return None
 
 

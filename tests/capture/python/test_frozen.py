@@ -455,7 +455,7 @@ def test_a_hook_that_is_removed_and_one_of_every_module(traces):
     handle = model.act.register_forward_hook(lambda m, a, y: y * 3)
     step = stepgraph.capture(model, loss_fn, x, passes="exact")
     handle.remove()
-    with pytest.warns(UserWarning, match="hooks of act were added or removed"):
+    with pytest.warns(UserWarning, match=r"act\._forward_hooks\[0\] was deleted"):
         assert step.verify(x).bitwise
     everywhere = nn.modules.module.register_module_forward_hook(lambda m, a, y: y * 1.5)
     try:
@@ -464,6 +464,28 @@ def test_a_hook_that_is_removed_and_one_of_every_module(traces):
     finally:
         everywhere.remove()
     assert len(traces) == 3
+
+
+def test_a_hook_that_is_registered_again(traces):
+    """As transformers does around generation: an equal hook costs nothing, another one a capture."""
+    model, x = Reads(), torch.randn(4, 6)
+
+    def register(factor, **options):
+        return model.act.register_forward_hook(lambda *given: given[-1] * factor, **options)
+
+    handle = register(3)
+    step = stepgraph.capture(model, loss_fn, x, passes="exact")
+    for options, expected in (({}, 1), ({"with_kwargs": True}, 2)):
+        handle.remove()
+        handle = register(3, **options)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert step.verify(x).bitwise
+        assert len(traces) == 1 + len(said) == expected
+    handle.remove()
+    register(4, with_kwargs=True)
+    with pytest.warns(UserWarning, match="changed from 3 to 4"):
+        assert step.verify(x).bitwise
 
 
 def register_node_hook(weight, hook, register="register_hook"):
