@@ -134,6 +134,12 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def require_type(name: str, given: object, kind: type, fix: str) -> None:
+    """Raise ``ValueError`` unless ``given`` is of ``kind``."""
+    if not isinstance(given, kind):
+        raise ValueError(f"{name} is of type {type(given).__name__}, not {kind.__name__}: {fix}")
+
+
 def require_words(name: str, given: object) -> None:
     """Raise ``ValueError`` unless ``given`` is a collection of strings; a string's letters would be its words."""
     if isinstance(given, str):

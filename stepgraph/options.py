@@ -120,7 +120,7 @@ class OptimizerOptions(UpdateOptions):
     """AdamW's decoupled weight decay."""
 
     max_grad_norm: float | None = 1.0
-    """Clip gradients to this total L2 norm. inf: no clipping."""
+    """Clip gradients to this total L2 norm. None: no clipping."""
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """On a loss or gradient norm that is not finite: stop the run, or skip the step and change nothing."""

@@ -106,7 +106,7 @@ def capture(
     require_words("disable", disable)
     for name, folder in (("dump", dump), ("saved", saved)):  # a file as ``saved`` costs a warning
         named = folder is None or isinstance(folder, str | Path)
-        if not named or (name == "dump" and folder is not None and Path(folder).is_file()):
+        if not named or folder == "" or (name == "dump" and folder is not None and Path(folder).is_file()):
             raise ValueError(f"{name}={folder!r} is not a folder; use the path of one, which may be new")
     skip_nonfinite = checks.skips_nonfinite(on_nonfinite, optimizer)
     spec = StepSpec(

@@ -188,7 +188,7 @@ def land(landing: Sequence[tuple[Slot, Wrapping | None]], grads: Sequence[torch.
 
 
 def add_early(step: StepGraph) -> None:
-    """Move each addition to an accumulator right after what completes the gradient, which then need not be kept.
+    """Move each addition to an accumulator right after the node that completes the gradient, to free it early.
 
     A gradient that forward or the step's inputs hold (backward may hand on such a tensor) is added where it is.
     """

@@ -42,7 +42,7 @@ def record_roles(step: StepGraph, reducing: Mapping[fx.Node, fx.Node], tensors: 
 
 
 def declare(result: torch.Tensor, kind: str, axis: str) -> None:
-    """In a trace of a step, the collective that ``result`` waits for has the role ``kind`` over ``axis``."""
+    """In the trace of a step, give the collective that ``result`` waits for the role ``kind`` over ``axis``."""
     wait = compat.node_of_trace(result) if compat.is_tracing() else None
     if wait is not None and provenance(wait):
         wait = wait.args[0] if wait.target is operator.getitem else wait  # one of several results

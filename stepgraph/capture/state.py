@@ -86,7 +86,7 @@ class OutsideError(CaptureError):
 
 
 class TrainsError(CaptureError):
-    """Forward makes a parameter or buffer, ``name``, require a gradient, as later steps find it."""
+    """Forward makes the parameter or buffer ``name`` require a gradient, which later steps then see."""
 
     def __init__(self, message: str, name: str):
         super().__init__(message)

@@ -114,7 +114,7 @@ class TrainConfig(
         self._require("decay_fraction", lambda value: 0 < value <= 1, "in (0, 1]")
         self._require("betas", lambda value: all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)")
         if self.max_grad_norm is not None:
-            self._require("max_grad_norm", lambda value: value > 0, "above 0, or inf for no clipping")
+            self._require("max_grad_norm", lambda value: value > 0, "above 0, or None for no clipping")
         for name, allowed in options.choices(*options.PARTS).items():
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), (str(value) for value in allowed if value is not None))

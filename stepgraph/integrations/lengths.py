@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from stepgraph.errors import require_type
+
 IGNORED = -100  # what cross entropy leaves out
 
 #: What the tensors of a batch are padded with, by their names in transformers. ``position_ids`` count on.
@@ -61,16 +63,22 @@ class PadToLengths:
         pad_token_id: int = 0,
         fill: Mapping[str, float | None] | None = None,
     ):
-        self.lengths = tuple(sorted(set(lengths)))
-        if not self.lengths or any(not isinstance(n, int) or n < 1 for n in self.lengths):
-            raise ValueError(f"lengths={tuple(lengths)}: use positive integers, such as (256, 512, 1024)")
+        given = tuple(lengths) if isinstance(lengths, Iterable) else lengths
+        if not given or not isinstance(given, tuple) or any(type(n) is not int or n < 1 for n in given):
+            raise ValueError(f"lengths={given}: use positive integers, such as (256, 512, 1024)")
+        self.lengths = tuple(sorted(set(given)))
+        if collate is not None:
+            require_type("collate", collate, Callable, "use a function from examples to a batch, or None")
+        require_type("fill", fill or {}, Mapping, "use a number by the name of each tensor")
         self.collate, self.causal = collate, causal
         self.fill = {"input_ids": pad_token_id, "position_ids": 0, **FILL, **(fill or {})}
         self._of_tokens = {"input_ids", "position_ids", *FILL} - {"inputs_embeds"}
 
     def __call__(self, examples: Any) -> dict[str, Any]:
         """The batch of ``examples``, padded; a new dict."""
-        batch = dict(examples if self.collate is None else self.collate(examples))
+        batch = examples if self.collate is None else self.collate(examples)
+        require_type("the batch", batch, Mapping, "let collate return a dict of tensors")
+        batch = dict(batch)
         padded = {name: value for name, value in batch.items() if self._is_padded(name, value)}
         self._check(batch, padded)
         batch |= {name: self._pad(name, value) for name, value in padded.items()}

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stepgraph.errors import unknown_name
+from stepgraph.errors import require_type, unknown_name
 from stepgraph.integrations.lengths import IGNORED
 from stepgraph.kernels.attention.documents import attend_documents
 from stepgraph.models.transformers import crosses_documents
@@ -56,6 +56,8 @@ class PackToBudget:
         longer: Literal["refuse", "cut", "drop"] = "refuse",
         pad_token_id: int = 0,
     ):
+        for name, number in (("tokens", tokens), ("max_length", max_length), ("max_documents", max_documents)):
+            require_type(name, number or 0, int, "use a whole number")
         self.tokens, self.max_length = tokens, tokens if max_length is None else max_length
         self.max_documents = max(1, tokens // 32) if max_documents is None else max_documents
         if longer not in _LONGER:
@@ -82,6 +84,8 @@ class PackToBudget:
         """The batch of ``rows``: ``input_ids``, ``labels`` and ``position_ids`` (rows, tokens); ``cu_seq_lens_q`` and
         ``cu_seq_lens_k``, the documents' boundaries in the flattened batch, int32; ``max_length_q``, ``max_length_k``.
         transformers passes these names to its attention functions."""
+        if not rows or not all("position_ids" in row for row in rows):
+            raise ValueError("a batch is made of packed rows: pass rows of pack.dataset(...) or pack.rows(...)")
         batch: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
         # The rest of a row is as many documents of padding as max_length asks for.
@@ -184,6 +188,7 @@ def attend_within_documents(model: nn.Module) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.masking_utils import sdpa_mask
 
+    require_type("model", model, nn.Module, "use a model of transformers")
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if inner is None:
         raise ValueError(f"{type(model).__name__} is not a model of transformers: call attend_documents in your model")

@@ -24,7 +24,7 @@ from stepgraph.capture.batch import flatten_batch, form, masks_of_ones, rebuilt,
 from stepgraph.capture.python.metrics import EACH, each, means, reported
 from stepgraph.capture.python.replay import is_probing
 from stepgraph.compat.replaced import replaced
-from stepgraph.errors import UnlikeError, warn_caller
+from stepgraph.errors import UnlikeError, require_type, warn_caller
 from stepgraph.integrations.lengths import PadToLengths
 from stepgraph.parallel import Mesh, gloo_group, layouts, whole_state
 from stepgraph.parallel.ranks import Ranks
@@ -108,6 +108,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
         parallel: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
+        require_type("parallel", parallel or {}, Mapping, "use keyword arguments of parallelize, by name")
         self._asked_mesh, self._parallel = mesh, dict(parallel or {})
         self._mesh: Mesh | None = None
         self._whole: dict[str, torch.Tensor] | None = None  # weights, while they are saved
@@ -160,6 +161,8 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
             raise ValueError(
                 "activation_offloading=True is part of TRL's training_step, which a graph replaces; drop it"
             )
+        if self._parallel and self._spec is None:
+            raise ValueError(f"parallel={self._parallel} changes nothing in one process: start several, or drop it")
         if self._spec is not None and self._spec.cp > 1:
             self._refuse_losses_of_logits()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
@@ -189,7 +192,7 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
     # Several ranks
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As ``Trainer``'s, but accelerate does not wrap the model: `_shard` shards it."""
+        """Like ``Trainer``'s, but `_shard` shards the model instead of a wrapper of accelerate's."""
         self._spec = ranks.mesh_spec(self.args, self._asked_mesh)
         with ranks.plain_ranks(self.args):
             super().create_accelerator_and_postprocess()

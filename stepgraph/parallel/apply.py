@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
-from stepgraph.errors import unknown_name
+from stepgraph.errors import require_type, unknown_name
 from stepgraph.models.moe import MoEDecoder, Router
 from stepgraph.parallel.context import ContextForm, share_sequences
 from stepgraph.parallel.expert_symmetric import SymmetricExchange
@@ -75,6 +75,7 @@ def parallelize(
     Raises ``ValueError`` for a plan that does not cover the model or that ``tp`` does not divide, and for a model that
     is already parallel.
     """
+    require_type("mesh", mesh, Mesh, "use Mesh(MeshSpec.parse('fsdp=2'), 'cuda')")
     if layouts(model):
         raise ValueError("the model is parallel already; build a new one to parallelize it differently")
     if (mesh.axis("pp") is None) != (pipeline is None):

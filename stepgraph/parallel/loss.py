@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from stepgraph import compat
+from stepgraph.errors import require_type
 from stepgraph.kernels.loss.tokens import token_gradient_, token_stats
 from stepgraph.models.documents import PLACE
 from stepgraph.models.loss import IGNORE, added_losses, logits_of, mean_cross_entropy, usual_count
@@ -26,6 +27,7 @@ def mean_over_mesh(loss: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
     The gradient is that of this rank's own loss: the mean over ranks is taken when gradients are reduced.
     """
+    require_type("mesh", mesh, Mesh, "use the one given to parallelize")
     if mesh.stage_group.size() == 1:
         return loss
     return _Mean.apply(loss, mesh)
@@ -117,6 +119,7 @@ def next_token_loss(mesh: Mesh) -> LossFn:
     with ``batch["targets_per_row"]``, of each rank's own rows, that over all targets. Ranks of ``cp`` give the same
     batch, and each computes the loss of its part of the tokens; the mean of their losses is that over all targets.
     """
+    require_type("mesh", mesh, Mesh, "use the one given to parallelize")
     tp = mesh.axis("tp")
 
     def loss_fn(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from stepgraph import compat
-from stepgraph.errors import unknown_name
+from stepgraph.errors import require_type, unknown_name
 
 #: More than any cluster has; torch and its stores know ranks and lists of them.
 MOST_RANKS = 1 << 20
@@ -67,6 +67,7 @@ class MeshSpec:
         """``fsdp=N``, ``ddp=N`` or ``hsdp=REPLICASxSHARDS``, ``cp=N``, ``tp=N`` and ``ep=N``, joined by commas;
         ``ValueError`` else. Without a data-parallel axis, ``ep`` comes with as many shards as it needs."""
         forms = _DATA_FORMS | {name: (name,) for name in (*MODEL_AXES, "cp", "ep")}
+        require_type("mesh", text, str, "write it as in 'fsdp=2'")
         found: dict[str, tuple[int, ...]] = {}
         for part in text.split(","):
             form, _, value = part.strip().partition("=")
@@ -225,6 +226,7 @@ class Mesh(Axes):
     shard, averaged = "dp_shard", ("dp_replicate", "dp_shard")
 
     def __init__(self, spec: MeshSpec, device_type: str):
+        require_type("spec", spec, MeshSpec, "use MeshSpec.parse('fsdp=2')")
         if not dist.is_initialized():
             raise ValueError(
                 f"mesh {spec} needs process groups and none are open: use stepgraph.parallel.started, or call "

@@ -182,7 +182,7 @@ def test_what_is_refused(lengths, batch, message):
         PadToLengths(lengths)(batch())
 
 
-@pytest.mark.parametrize("lengths", [(), (0, 4), (2.5,)])
+@pytest.mark.parametrize("lengths", [(), (0, 4), (2.5,), 8, "8"])
 def test_lengths_that_cannot_be(lengths):
     with pytest.raises(ValueError, match="use positive integers"):
         PadToLengths(lengths)

@@ -90,6 +90,14 @@ def test_bad_examples_are_refused(example, named):
         list(PackToBudget(8).rows([example]))
 
 
+def test_a_batch_of_examples_that_are_not_packed_is_refused():
+    for rows in ([], examples()):
+        with pytest.raises(ValueError, match="a batch is made of packed rows"):
+            PackToBudget(16)(rows)
+    with pytest.raises(ValueError, match="tokens is of type float, not int"):
+        PackToBudget(16.5)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_is_that_of_the_documents_alone(name):
     """Loss and gradients of one packed batch, captured, and of the documents one by one, eagerly."""

@@ -1,5 +1,7 @@
 """What changes between the steps of a `GraphTrainer`, or between microbatches, is followed or refused."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -8,9 +10,10 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainingArguments, set_seed  # noqa: E402
 
+import stepgraph  # noqa: E402
 from stepgraph import CaptureError  # noqa: E402
 from stepgraph.integrations import GraphTrainer  # noqa: E402
-from tests.integrations.trainers import encoded  # noqa: E402
+from tests.integrations.trainers import encoded, qwen, sequences  # noqa: E402
 
 
 class Tiny(torch.nn.Module):
@@ -296,3 +299,15 @@ def test_a_loss_that_depends_on_a_count(tmp_path):
 def test_what_a_graph_would_leave_out_is_refused(tmp_path, options, match):
     with pytest.raises(ValueError, match=match):
         tiny_run(GraphTrainer, tmp_path, **options)
+
+
+def test_a_hook_that_checkpointing_adds_again_in_each_step_costs_no_capture():
+    model, rows = qwen(), encoded(sequences(2))
+    model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step = stepgraph.capture(model, lambda model, rows: model(**rows).loss, dict(rows), optimizer, passes="exact")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model.enable_input_require_grads()
+            step(dict(rows))

@@ -29,6 +29,8 @@ _BY_AUTOGRAD = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: How a hook is called, by its key there.
 _OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+#: transformers' hook for checkpointing, which sets ``requires_grad``: to run it twice is to run it once.
+_ONCE = "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 #: What transformers' ``save_pretrained`` writes into the saved model's configuration: it describes the weights.
 _OF_CHECKPOINTS = frozenset(("architectures", "dtype", "torch_dtype", "transformers_version"))
@@ -301,9 +303,8 @@ class _Walk:
             return
         self.outside[path] = module
         self._module(path, module, path)
-        for holder in _registered(module):
-            labels = list(holder)
-            self.found[f"{path}:{len(self.found)}"] = ("value", tuple(labels))
+        for kind, holder in zip(("parameters", "buffers", "submodules"), _registered(module), strict=True):
+            self.found[f"{path}'s {kind}"] = ("value", tuple(holder))
             self.contents.append((holder, values.elements(holder)))
             self._parts(path, (Part(f".{name}", value) for name, value in holder.items()))
         for hooks in HOOKS:
@@ -313,9 +314,15 @@ class _Walk:
 
 
 def _parts_of_hooks(module: nn.Module, hooks: str) -> Iterator[Part]:
-    """Hooks by their order: a hook that was removed and registered again has another key."""
-    for place, (key, hook) in enumerate(vars(module)[hooks].items()):
-        yield Part(f"[{place}]" + "".join(kind for kind in _OF_HOOKS if key in vars(module)[kind]), hook)
+    """Hooks by their order: a hook that was removed and registered again has another key. Of equal ones of `_ONCE` next
+    to each other, the first: TRL adds one in each step."""
+    held, place, before = vars(module)[hooks], 0, None
+    for key, hook in held.items():
+        code = getattr(hook, "__code__", None)
+        if code is None or code is not before or code.co_qualname != _ONCE:
+            yield Part(f"[{place}]" + "".join(kind for kind in _OF_HOOKS if key in vars(module)[kind]), hook)
+            place += 1
+        before = code
 
 
 def _registered(module: nn.Module) -> tuple[dict, dict, dict]:

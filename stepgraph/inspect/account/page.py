@@ -33,9 +33,9 @@ def write_page(path: Path, account: dict[str, Any]) -> None:
     write_text(path, page_of(account))
 
 
-def read_page(path: Path) -> dict[str, Any]:
+def read_page(path: Path | str) -> dict[str, Any]:
     """The account that the page ``path`` shows. Raises ``ValueError`` for any other file or version."""
-    found = _BLOCK.search(path.read_text(encoding="utf-8", errors="replace"))
+    found = _BLOCK.search(Path(path).read_text(encoding="utf-8", errors="replace"))
     if found is None:
         raise ValueError(f"{path} is not a page of stepgraph inspect: use a run folder, a preset or such a page")
     account = json.loads(found[1])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepgraph.errors import unknown_name
+from stepgraph.errors import require_type, require_words, unknown_name
 from stepgraph.kernels.fp8.product import scaled_product
 from stepgraph.kernels.fp8.transpose import transposed_bytes
 from stepgraph.kernels.quant.weight import FP8, Fp8Weight, Nf4Weight, QuantizedWeight, cast_rows
@@ -130,6 +130,10 @@ def quantize_linear(
     """
     if kind not in KINDS:
         raise unknown_name("quantize", kind, KINDS)
+    require_type("model", model, nn.Module, "pass the model whose layers to quantize")
+    require_words("skip", skip)
+    if unknown := set(skip) - {path for path, _ in model.named_modules()}:
+        raise ValueError(f"skip names {min(unknown)!r}, and the model has no such module: use paths of named_modules()")
     held = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     found = [
         path

@@ -61,7 +61,7 @@ def _normalized(node: fx.Node) -> fx.Node | None:
 
 
 def _lies_across(node: fx.Node) -> bool:
-    """Whether ``node`` is a tensor of rows whose elements do not follow each other in memory, though all of it does."""
+    """Whether ``node`` is dense in memory, but the elements of its rows are not adjacent."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.ndim < 3 or value.shape[-1] == 1 or not value.numel():
         return False

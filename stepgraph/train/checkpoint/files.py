@@ -235,7 +235,7 @@ def verify(path: Path, *, contents: bool, rank: int = 0, world: int = 1) -> dict
 
 @contextlib.contextmanager
 def _present(file: Path) -> Iterator[None]:
-    """Raises `DamagedError` where ``file`` is missing, be it since it was looked for, or no file."""
+    """Raises `DamagedError` if ``file`` is missing, even if it was there before, or is not a file."""
     if file.exists() and not file.is_file():
         raise DamagedError(f"{file.name} is not a file")
     try:

@@ -122,7 +122,7 @@ class _Generation(Extension):
 
 
 def _is_learned(message: Message) -> bool:
-    """Whether an assistant's message is a target: not with a weight of 0, by any of its names, nor without content."""
+    """Whether an assistant's message is a target: it has content, and no weight of 0 under any of its names."""
     weights = {name: message.get(name, 1) for name in ("weight", "train", "training")}
     for name, weight in weights.items():
         if type(weight) not in (bool, int, float) or weight not in (0, 1):

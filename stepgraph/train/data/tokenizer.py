@@ -83,7 +83,8 @@ class JsonTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises a plain Exception for every malformed file
-            raise ValueError(f"{path} is not a tokenizer of the `tokenizers` library ({first_line(error)})") from error
+            said = f"{path} is not a tokenizer of the `tokenizers` library ({first_line(error)})"
+            raise ValueError(f"{said}; use a model's tokenizer.json") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True

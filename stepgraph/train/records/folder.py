@@ -322,7 +322,7 @@ class Wandb:
 
 @contextlib.contextmanager
 def _failing() -> Iterator[None]:
-    """Makes any error of the package, which has kinds of its own, an OSError in one line."""
+    """Turns any error of the package, which has its own error types, into an OSError in one line."""
     try:
         yield
     except Exception as failure:
