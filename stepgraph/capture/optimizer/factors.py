@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stepgraph.errors import CaptureError
-from stepgraph.kernels.optimizer import add_scaled as add_on_cpu
+from stepgraph.kernels.add_scaled import add_scaled as add_on_cpu
 
 Tensor = torch.Tensor
 HALF = (torch.bfloat16, torch.float16)

@@ -103,3 +103,10 @@ def cast_scaled_rows(
     x, dtype: as in `cast_scaled`. by: None, or (C,) fp32, contiguous: what x is multiplied by in fp32 before.
     """
     return rows_reference(x, dtype, rows, columns, by)
+
+
+@operator(lambda x: x.new_empty(x.shape[::-1]), launch="fp8.transpose_triton:launch")
+def transposed_bytes(x: Tensor) -> Tensor:
+    """``x`` (R, C) uint8, in any strides, transposed: (C, R), contiguous, as products in fp8 need a weight for the
+    gradient of their input. Torch's copy and Inductor's kernels write single bytes."""
+    return x.t().clone(memory_format=torch.contiguous_format)

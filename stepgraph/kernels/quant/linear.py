@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph.errors import require_type, require_words, unknown_name
+from stepgraph.kernels.fp8.cast import transposed_bytes
 from stepgraph.kernels.fp8.product import scaled_product
-from stepgraph.kernels.fp8.transpose import transposed_bytes
 from stepgraph.kernels.quant.weight import FP8, Fp8Weight, Nf4Weight, QuantizedWeight, cast_rows
 
 Tensor = torch.Tensor

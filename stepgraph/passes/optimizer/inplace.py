@@ -17,12 +17,12 @@ from collections import Counter
 import torch
 from torch import fx
 
-import stepgraph.kernels.optimizer  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, replace_all
 from stepgraph.graph.facts import getitem_users, is_overload, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.graph.values import Accumulator
+from stepgraph.kernels import add_scaled  # noqa: F401  (defines operators of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
