@@ -255,6 +255,20 @@ def getitem_users(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}
 
 
+def other_input(node: fx.Node, one: fx.Node) -> fx.Node | None:
+    """The tensor that ``node``, an operator of two, reads besides ``one``; None where there is none."""
+    others = [operand for operand in node.args[:2] if operand is not one]
+    return others[0] if len(others) == 1 and isinstance(others[0], fx.Node) else None
+
+
+def factor_of(node: fx.Node) -> float | None:
+    """The number, not 0, that ``node`` multiplies a tensor by."""
+    if packet(node) not in (aten.mul, aten.div) or node.kwargs or not isinstance(node.args[1], (int, float)):
+        return None
+    number = float(node.args[1])
+    return (number if packet(node) is aten.mul else 1 / number) if number else None
+
+
 #: Views that keep all elements in their order.
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
@@ -270,10 +284,10 @@ def swapped(node: fx.Node) -> fx.Node | None:
     """What ``node`` is with its last two dimensions swapped; None where it is nothing of the kind."""
     if node.target is aten.t.default:
         return node.args[0]
-    if node.target is not aten.transpose.int:
+    if packet(node) not in (aten.transpose, aten.permute):
         return None
     rank = node.meta["val"].ndim
-    return node.args[0] if {dim % rank for dim in node.args[1:]} == {rank - 2, rank - 1} else None
+    return node.args[0] if permutation(node) == [*range(rank - 2), rank - 1, rank - 2] else None
 
 
 def permutation(node: fx.Node) -> list[int]:

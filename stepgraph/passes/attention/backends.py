@@ -146,15 +146,26 @@ def odd_rows(value: torch.Tensor) -> bool:
 
 
 def forward_nodes(
-    backend: Backend, build: Builder, inputs: Sequence[fx.Node], causal: bool, scale: float | None, saves: bool
+    backend: Backend,
+    build: Builder,
+    inputs: Sequence[fx.Node],
+    causal: bool,
+    scale: float | None,
+    saves: bool,
+    bias: fx.Node | None = None,
 ) -> list[fx.Node]:
     """The forward of ``inputs`` (q, k and v) by ``backend``, not flex: (its result, and what its backward reads).
-    ``saves``: there is a backward."""
+    ``saves``: there is a backward. ``bias``: what cuDNN's and the memory-efficient kernel add to the scores."""
     if backend == "cudnn":
         made = build(
-            aten._scaled_dot_product_cudnn_attention.default, *inputs, None, saves, 0.0, causal, False, scale=scale
+            aten._scaled_dot_product_cudnn_attention.default, *inputs, bias, saves, 0.0, causal, False, scale=scale
         )
         parts = (0, 1, 6, 7)
+    elif backend == "efficient":
+        made = build(
+            aten._scaled_dot_product_efficient_attention.default, *inputs, bias, saves, 0.0, causal, scale=scale
+        )
+        parts = (0, 1, 2, 3)
     elif backend == "flash2":
         made = build(aten._scaled_dot_product_flash_attention.default, *inputs, 0.0, causal, False, scale=scale)
         parts = (0, 1, 6, 7)
@@ -172,15 +183,23 @@ def backward_nodes(
     saved: Sequence[fx.Node],
     causal: bool,
     scale: float | None,
-    deterministic: bool,
+    deterministic: bool = False,
+    bias: fx.Node | None = None,
+    of_bias: bool = False,
 ) -> list[fx.Node]:
-    """The gradients of ``inputs`` by ``backend``, from ``grad`` of the result and what `forward_nodes` gave."""
+    """The gradients of ``inputs``, and where ``of_bias`` of the ``bias``, by ``backend``, from ``grad`` of the result
+    and what `forward_nodes` gave."""
     lengths = [inputs[i].meta["val"].shape[2] for i in (0, 1)]
     if backend == "cudnn":
         out, log_sum, seed, offset = saved
         made = build(
             aten._scaled_dot_product_cudnn_attention_backward.default,
-            grad, *inputs, out, log_sum, seed, offset, None, None, None, *lengths, 0.0, causal, scale=scale,
+            grad, *inputs, out, log_sum, seed, offset, bias, None, None, *lengths, 0.0, causal, scale=scale,
+        )  # fmt: skip
+    elif backend == "efficient":
+        made = build(
+            aten._scaled_dot_product_efficient_attention_backward.default,
+            grad, *inputs, bias, *saved, 0.0, [True, True, True, of_bias], causal, scale=scale,
         )  # fmt: skip
     elif backend == "flash2":
         out, log_sum, seed, offset = saved
@@ -190,7 +209,7 @@ def backward_nodes(
         )  # fmt: skip
     else:
         made = build(ours.flash4_attention_backward.default, grad, *inputs, *saved, scale, causal, deterministic)
-    return build.parts(made, 0, 1, 2)
+    return build.parts(made, *range(4 if of_bias else 3))
 
 
 def _widths(case: Case) -> str:

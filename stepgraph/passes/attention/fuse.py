@@ -29,12 +29,12 @@ from torch import fx
 from stepgraph.costs.attention import Case
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread, in_strides_of, take_place
-from stepgraph.graph.facts import argument, is_cast, is_view, literal, only_user, packet, permutation
-from stepgraph.passes.attention.backends import refusal
+from stepgraph.graph.facts import argument, factor_of, is_cast, is_view, only_user, packet, permutation, swapped
+from stepgraph.passes.attention.backends import backward_nodes, forward_nodes, refusal
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.columns import columns
 from stepgraph.passes.attention.flex import FlexNodes
-from stepgraph.passes.attention.mask import HIDDEN, Masks
+from stepgraph.passes.attention.mask import HIDDEN, Masks, number_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
@@ -69,7 +69,7 @@ def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassRepor
         if (turned := columns(node)) is not None and _fits_by_rows(step, node, options):
             turned.rewrite()
     aliases = Aliases(step.graph)
-    matches = [(node.name, found) for node in softmaxes if (found := _match(step, node, aliases)) is not None]
+    matches = [(node.name, found) for node in softmaxes if (found := _match(node, aliases)) is not None]
     flex, counts = FlexNodes(step, Masks(step.graph)), dict.fromkeys(("cudnn", "efficient", "flex"), 0)
     for name, found in matches:
         reason = found if isinstance(found, str) else found.backend(options)
@@ -91,7 +91,7 @@ def _fits_by_rows(step: StepGraph, softmax: fx.Node, options: AttentionOptions) 
     trial = fx.Graph()
     trial.output(trial.graph_copy(step.graph, copied))
     columns(copied[softmax]).rewrite()
-    found = _match(step, copied[softmax], Aliases(trial))
+    found = _match(copied[softmax], Aliases(trial))
     return isinstance(found, _Written) and found.backend(options) in ("cudnn", "efficient", "flex")
 
 
@@ -111,7 +111,7 @@ class _Op:
     size: tuple[int, ...] = ()
 
 
-def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
+def _scores(node: fx.Node) -> tuple[fx.Node, list[_Op]] | None:
     """(the product that the scores ``node`` come from, what happens to it, the last first)."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -124,20 +124,20 @@ def _scores(node: fx.Node, step: StepGraph) -> tuple[fx.Node, list[_Op]] | None:
     op, sources = None, [args[0]] if args else []
     if is_cast(node) or _keeps_scores(node):
         pass
-    elif (number := _factor(node)) is not None:
+    elif (number := factor_of(node)) is not None:
         op = _Op("scale", number)
     elif kind is aten.tanh:
         op = _Op("tanh", node=node)
-    elif (hidden := _hides(node, step)) is not None:
+    elif (hidden := _hides(node)) is not None:
         op, sources = hidden
     elif kind is aten.add and len(args) == 2 and node.kwargs.get("alpha", 1) == 1:
         for scores, bias in (args, args[::-1]):
-            if isinstance(bias, fx.Node) and _is_whole(scores, node) and (found := _scores(scores, step)) is not None:
+            if isinstance(bias, fx.Node) and _is_whole(scores, node) and (found := _scores(scores)) is not None:
                 return found[0], [_Op("bias", node=bias, size=_size(node)), *found[1]]
         return None
     else:
         return None
-    found = _scores(sources[0], step)
+    found = _scores(sources[0])
     return found and (found[0], [op, *found[1]] if op else found[1])
 
 
@@ -162,41 +162,17 @@ def _keeps_scores(node: fx.Node) -> bool:
     return read.numel() == made.numel() and (read[-2:] == made[-2:] or whole[0] == whole[1])
 
 
-def _factor(node: fx.Node) -> float | None:
-    """The number that ``node`` multiplies a tensor by."""
-    if packet(node) in (aten.mul, aten.div) and len(node.args) == 2 and not node.kwargs:
-        number = node.args[1]
-        if isinstance(number, (int, float)) and number:
-            return float(number) if packet(node) is aten.mul else 1.0 / number
-    return None
-
-
-def _hides(node: fx.Node, step: StepGraph) -> tuple[_Op, list[fx.Node]] | None:
+def _hides(node: fx.Node) -> tuple[_Op, list[fx.Node]] | None:
     """What hides keys by a number, and the scores that it reads."""
     kind, args = packet(node), node.args
-    if kind is aten.masked_fill and (number := _number(args[2], step)) is not None:
+    if kind is aten.masked_fill and (number := number_of(args[2])) is not None:
         return (_Op("hide", number, args[1], False, _size(node)), [args[0]]) if number <= HIDDEN else None
     if kind is aten.where and len(args) == 3:
         for scores, other, shown in ((args[1], args[2], True), (args[2], args[1], False)):
-            number = _number(other, step)
+            number = number_of(other)
             if number is not None and number <= HIDDEN and _is_whole(scores, node):
                 return _Op("hide", number, args[0], shown, _size(node)), [scores]
     return None
-
-
-def _number(value: object, step: StepGraph) -> float | None:
-    """The one number that an argument is in every step."""
-    if isinstance(value, (int, float)):
-        return float(value)
-    if not isinstance(value, fx.Node) or value.meta["val"].numel() != 1:
-        return None
-    if value.target in (aten.scalar_tensor.default, aten.full.default):
-        number = value.args[-1]
-        return float(number) if isinstance(number, (int, float)) else None
-    if is_cast(value) or packet(value) in _VIEWS:
-        return _number(value.args[0], step)
-    held = literal(value)
-    return None if held is None else float(held)
 
 
 def _merged(ops: Sequence[_Op]) -> list[tuple]:
@@ -236,10 +212,7 @@ def _transposes(node: object, other: fx.Node) -> bool:
 
 def _exchanges(node: fx.Node) -> bool:
     """Whether the node exchanges the last two dimensions."""
-    if packet(node) not in (aten.transpose, aten.permute):
-        return False
-    *rest, a, b = range(len(_size(node)))
-    return permutation(node) == [*rest, b, a] and 1 not in _size(node)[-2:]  # else a dimension of size 1 moves
+    return swapped(node) is not None and 1 not in _size(node)[-2:]  # else a dimension of size 1 moves
 
 
 def _readers(node: fx.Node, sink: bool, turned: bool = False) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
@@ -297,20 +270,20 @@ def _peeled(node: fx.Node, shape: tuple[int, ...]) -> tuple[fx.Node, float]:
     while True:
         if node.meta["val"].shape in (shape, own):
             found, number = node, factor
-        if (by := _factor(node)) is not None:
+        if (by := factor_of(node)) is not None:
             factor *= by
         elif not (_widens(node) or (packet(node) in _VIEWS and _numel(node) == _numel(node.args[0]))):
             return found, number
         node = node.args[0]
 
 
-def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | str | None":
+def _match(softmax: fx.Node, aliases: Aliases) -> "_Written | str | None":
     """The attention around ``softmax``, why it cannot be rewritten, or None where there is none."""
     value = softmax.meta["val"]
     if value.ndim < 3 or softmax.args[1] not in (-1, value.ndim - 1):
         return None
     scores, sink, less = _with_sink(softmax.args[0]) or (softmax.args[0], None, False)
-    found = _scores(scores, step)
+    found = _scores(scores)
     readers = list(_readers(softmax, sink is not None))
     outs = [user for user, read, turned in readers if packet(user) is aten.bmm and user.args[0] is read and not turned]
     if found is None or len(outs) != 1:
@@ -320,7 +293,7 @@ def _match(step: StepGraph, softmax: fx.Node, aliases: Aliases) -> "_Written | s
         return None  # rows of other queries
     q, k = product.args[-2:]
     alpha = float(argument(product, "alpha")) if packet(product) is aten.baddbmm else 1.0
-    written = _Written(step, softmax, _size(scores), ops, q, k, outs[0].args[1], outs[0], alpha, sink)
+    written = _Written(softmax, _size(scores), ops, q, k, outs[0].args[1], outs[0], alpha, sink)
     if _size(written.v)[1] != written.size[-1]:
         return f"{written.out.name} reads more than its weights"
     rest = [(user, turned) for user, _, turned in readers if user is not outs[0]]
@@ -342,7 +315,6 @@ class _Written:
     gradient of all that is added to the scores, what reads it, the number that it is multiplied with). ``size``: of the
     scores. ``sink``, of one column: a score that takes weight and has no value, ``dsink``: its gradient."""
 
-    step: StepGraph
     softmax: fx.Node
     size: torch.Size
     ops: list[_Op]
@@ -444,16 +416,16 @@ class _Written:
         kind, args = packet(user), user.args
         if is_cast(user) or _keeps_scores(user):
             return []
-        if (number := _factor(user)) is not None:
+        if (number := factor_of(user)) is not None:
             return [_Op("scale", number)]
         if kind is aten.tanh_backward and args[0] is node:
             return [_Op("tanh", node=args[1])]
-        if kind is aten.masked_fill and args[0] is node and _zero(args[2]):
+        if kind is aten.masked_fill and args[0] is node and number_of(args[2]) == 0:
             return [_Op("hide", node=args[1], shown=False)]
         if kind is aten.where and len(args) == 3:
-            if args[1] is node and _zero(args[2]):
+            if args[1] is node and number_of(args[2]) == 0:
                 return [_Op("hide", node=args[0])]
-            if args[2] is node and _zero(args[1]):
+            if args[2] is node and number_of(args[1]) == 0:
                 return [_Op("hide", node=args[0], shown=False)]
         return None
 
@@ -525,30 +497,23 @@ class _Written:
 
     def rewrite(self, backend: str, flex: FlexNodes) -> str | None:
         """Replace it with the kernels of ``backend``; why not, if the graph shows an obstacle only now."""
-        T, S = self.shape[2:]
         (a, b, d), dtype = self.numbers, self.inputs[0].meta["val"].dtype
         build = Builder(self.out, before=self.out)
         bias = self._bias(build, dtype, clamped=backend != "flex")
         at = next((i for i, op in enumerate(self.ops) if op.kind == "tanh"), -1)
         scale = self.scale
         if backend == "flex":
-            flex.masks = Masks(self.step.graph)
+            flex.masks = Masks(self.out.graph)
             seen = flex.masks.of(bias)
             if isinstance(seen, str):
                 return f"{seen}, and only FlexAttention takes its soft cap or sink"
-        q, k, v = self._laid_out(build)
+        inputs = self._laid_out(build)
         saves = self.dout is not None
         if backend == "flex":
             cap = math.prod(op.number for op in self.ops[:at] if op.kind == "scale") if at >= 0 else 0.0
-            out, *saved = flex.forward(build, (q, k, v), seen, scale, cap)
-        elif backend == "cudnn":
-            forward = aten._scaled_dot_product_cudnn_attention.default
-            made = build(forward, q, k, v, bias, saves, 0.0, False, False, scale=scale)
-            out, *saved = build.parts(made, *((0, 1, 6, 7) if saves else (0,)))
+            out, *saved = flex.forward(build, inputs, seen, scale, cap)
         else:
-            forward = aten._scaled_dot_product_efficient_attention.default
-            made = build(forward, q, k, v, bias, saves, 0.0, False, scale=scale)
-            out, *saved = build.parts(made, *(range(4) if saves else (0,)))
+            out, *saved = forward_nodes(backend, build, inputs, False, scale, saves, bias)
         share = self._share(build, saved[0]) if self.sink is not None else None
         shown = out if share is None else build.cast(build(aten.mul.Tensor, out, share), dtype)
         self._put(self.out, shown, d, False)
@@ -560,22 +525,15 @@ class _Written:
             grad = grad if factor * d == 1.0 else build(aten.mul.Tensor, grad, factor * d)
             if grad.meta["val"].stride(-1) != 1:
                 grad = build.copy(grad)
-            rest, tail = (T, S, 0.0, False), {"scale": scale}
             if backend == "flex":
                 of_log = None
                 if share is not None:
                     of_log = self._of_log(build, grad, out, share)
                     grad = build.cast(build(aten.mul.Tensor, grad, share), dtype)
-                grads = flex.backward(build, grad, (q, k, v), (out, *saved), seen, scale, cap, of_log)
-            elif backend == "cudnn":
-                backward = aten._scaled_dot_product_cudnn_attention_backward.default
-                made = build(backward, grad, q, k, v, out, *saved, bias, None, None, *rest, **tail)
-                grads = build.parts(made, 0, 1, 2)
+                grads = flex.backward(build, grad, inputs, (out, *saved), seen, scale, cap, of_log)
             else:
-                backward = aten._scaled_dot_product_efficient_attention_backward.default
-                wanted = [True, True, True, bool(self.dbias)]
-                made = build(backward, grad, q, k, v, bias, out, *saved, 0.0, wanted, False, **tail)
-                grads = build.parts(made, *range(4 if self.dbias else 3))
+                more = {"bias": bias, "of_bias": bool(self.dbias)}
+                grads = backward_nodes(backend, build, grad, inputs, (out, *saved), False, scale, **more)
             for node, user, number in self.dbias:
                 value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
                 value = value if number == 1.0 else build(aten.mul.Tensor, value, number)
@@ -684,10 +642,3 @@ class _Written:
             new = build.view(new, node.meta["val"].shape)
         take_place(node, new)
         erase_unread(node)
-
-
-def _zero(value: object) -> bool:
-    """Whether an argument is 0, as in a gradient where a key is hidden."""
-    if isinstance(value, fx.Node) and value.target is aten.scalar_tensor.default:
-        value = value.args[0]
-    return isinstance(value, (int, float)) and value == 0

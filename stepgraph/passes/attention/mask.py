@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.aliases import Aliases
-from stepgraph.graph.facts import argument, is_overload, is_pure, literal
+from stepgraph.graph.facts import argument, is_cast, is_overload, is_pure, literal, packet
 from stepgraph.passes.attention.nodes import mask_of
 
 aten = torch.ops.aten
@@ -157,7 +157,7 @@ def _booleans(mask: fx.Node) -> Pairs | None:
     if node.target is not aten.where.self or len(node.args) != 3:
         return None
     visible, *numbers = node.args
-    yes, no = map(_number, numbers)
+    yes, no = map(number_of, numbers)
     if yes != 0 or no is None or no > HIDDEN or visible.meta["val"].shape != node.meta["val"].shape:
         return None
     return Pairs(visible, tuple((view.target, _hashable(view.args[1:])) for view in reversed(views)), no)
@@ -175,13 +175,20 @@ def _only_aligns(node: fx.Node) -> bool:
     return argument(node, "step") == 1 and node.meta["val"].shape == padded.args[0].meta["val"].shape
 
 
-def _number(node: fx.Node) -> float | None:
-    """The number that ``node``, of no dimension, is in every step."""
-    if node.target is aten.scalar_tensor.default:
-        return node.args[0]
-    if (held := literal(node)) is not None and held.numel() == 1:
-        return float(held)
-    return 0.0 if node.target is aten.zeros.default and node.args[0] == [] else None
+def number_of(value: object) -> float | None:
+    """The one number that an argument is in every step."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, fx.Node) or value.meta["val"].numel() != 1:
+        return None
+    if value.target in (aten.scalar_tensor.default, aten.full.default):
+        return number_of(value.args[-1])
+    if value.target is aten.zeros.default:
+        return 0.0
+    if is_cast(value) or packet(value) in (aten.view, aten._unsafe_view, aten.expand, aten.clone):
+        return number_of(value.args[0])
+    held = literal(value)
+    return None if held is None else float(held)
 
 
 def band_of(mask: torch.Tensor) -> Band | str:

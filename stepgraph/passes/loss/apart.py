@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import only_user
+from stepgraph.graph.facts import factor_of, only_user
 from stepgraph.passes.loss.head import readers
-from stepgraph.passes.loss.tokens import BACKWARDS, PRODUCTS, SOFTMAXES, factor_of, keeps_rows, pads_rows
+from stepgraph.passes.loss.tokens import BACKWARDS, PRODUCTS, SOFTMAXES, keeps_rows, pads_rows
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from torch import fx
 import stepgraph.kernels.loss.cross_entropy  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
+from stepgraph.graph.facts import factor_of, getitem_users, is_cast, is_pure, is_view, only_user, tensor_bytes
 from stepgraph.passes.contract import PassReport, StepGraph, register
 from stepgraph.passes.loss import apart, chunk, labels, split, tokens
 from stepgraph.passes.loss.head import DTYPES, MEAN, NONE, RESHAPES, Head, readers
@@ -134,7 +134,7 @@ def _is_lean(loss: "_Loss | str | None", options: LossOptions) -> bool:
     while node.target not in tokens.PRODUCTS:
         if node.target is aten.slice.Tensor:
             return False
-        if tokens.factor_of(node) or is_cast(node):
+        if factor_of(node) or is_cast(node):
             plain = False
         elif node.target not in (*RESHAPES, aten.clone.default):
             return True
@@ -283,7 +283,7 @@ def _before_cap(logits: fx.Node, gradient: fx.Node, reader: fx.Node) -> tuple[fx
         logits, reader = logits.args[0], logits
     while (up := only_user(gradient)) and up.target in RESHAPES:
         gradient = up
-    cap, tanh = tokens.factor_of(logits), logits.args[0] if logits.args else None
+    cap, tanh = factor_of(logits), logits.args[0] if logits.args else None
     if not cap or cap < 0 or only_user(logits) is not reader or tanh.target is not aten.tanh.default:
         return None
     down, up = tanh.args[0], only_user(gradient)
@@ -292,7 +292,7 @@ def _before_cap(logits: fx.Node, gradient: fx.Node, reader: fx.Node) -> tuple[fx
     if end is None or slope.target is not aten.tanh_backward.default or slope.args[0] is not up:
         return None
     alone = only_user(down) is tanh and set(readers(tanh)) == {logits, slope}
-    factors = tokens.factor_of(up), tokens.factor_of(end), tokens.factor_of(down)
+    factors = factor_of(up), factor_of(end), factor_of(down)
     if not alone or None in factors or factors[:2] != (cap, factors[2]) or abs(factors[2] * cap - 1) > 1e-6:
         return None
     return down.args[0], end, down, cap

@@ -40,7 +40,7 @@ from torch import fx
 import stepgraph.kernels.loss.tokens  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import is_cast, is_pure, is_zeros, only_user, upstream
+from stepgraph.graph.facts import factor_of, is_cast, is_pure, is_zeros, only_user, upstream
 from stepgraph.graph.marks import KEEP_EAGER
 from stepgraph.passes.loss.head import DTYPES, RESHAPES, SAME, Head, place, readers, unfit
 
@@ -531,14 +531,6 @@ def _slopes(tokens: TokenHead, terms: Terms, of: str, own: fx.Node, read: Readin
         else:
             return "its gradient is of another loss"
     return None
-
-
-def factor_of(node: fx.Node) -> float | None:
-    """The number that ``node`` multiplies a tensor by."""
-    if node.target not in (aten.mul.Tensor, aten.div.Tensor) or node.kwargs or isinstance(node.args[1], fx.Node):
-        return None
-    number = float(node.args[1])
-    return number if node.target is aten.mul.Tensor else 1 / number if number else None
 
 
 def keeps_rows(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread, replace_all
-from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, only_user
+from stepgraph.graph.facts import RESHAPES, argument, behind_reshapes, only_user, other_input
 from stepgraph.kernels import gated  # noqa: F401  (defines operators of torch.ops.stepgraph)
 from stepgraph.passes.contract import StepGraph
 from stepgraph.passes.matmul.pairs import Pair, feeds_products
@@ -56,9 +56,9 @@ class _Backward(Pair):
     def rewrite(self) -> None:
         product, dg, shape = self.product, self.last, self.product.meta["val"].shape
         build = Builder(product, dg, self.du, before=self.place)
-        gate, up = (build.view(n, shape) for n in (dg.args[1], _other(self.ds, self.dh)))
+        gate, up = (build.view(n, shape) for n in (dg.args[1], other_input(self.ds, self.dh)))
         both = build(ours.gated_product_backward.default, *self.matrices, gate, up, activation_of(dg))
-        act, olds = _other(self.du, self.dh), (dg, self.du)
+        act, olds = other_input(self.du, self.dh), (dg, self.du)
         views = [build.view(new, old.meta["val"].shape) for old, new in zip(olds, build.parts(both), strict=True)]
         replace_all(dict(zip(olds, views, strict=True)))
         erase_unread(self.ds, act)
@@ -75,7 +75,7 @@ def _forward(step: StepGraph, aliases: Aliases, seen: set[fx.Node]) -> Iterator[
     """One pair per product, the first in the graph: an activation that backward recomputes is left."""
     for h in step.calling(aten.mul.Tensor):
         for act in h.all_input_nodes:
-            up = _other(h, act)
+            up = other_input(h, act)
             if activation_of(act) is None or up is None or not feeds_products(h):
                 continue
             product, gate = behind_reshapes(up), act.args[0]
@@ -101,10 +101,10 @@ def _backward(step: StepGraph, aliases: Aliases) -> Iterator[_Backward]:
         if activation_of(dg) is None or ds.target is not aten.mul.Tensor or only_user(ds) is not dg:
             continue
         for dh in sorted(ds.all_input_nodes, key=lambda n: -aliases.position[behind_reshapes(n)]):
-            product, up, du = behind_reshapes(dh), _other(ds, dh), next((n for n in dh.users if n is not ds), None)
+            product, up, du = behind_reshapes(dh), other_input(ds, dh), next((n for n in dh.users if n is not ds), None)
             if product.target is not aten.mm.default or up is None or du is None or len(dh.users) > 2:
                 continue
-            act = _other(du, dh) if du.target is aten.mul.Tensor else None
+            act = other_input(du, dh) if du.target is aten.mul.Tensor else None
             if act is None or activation_of(act) != activation_of(dg) or not _one(act.args[0], gate):
                 continue
             place = min(ds, du, key=aliases.position.__getitem__)
@@ -126,13 +126,6 @@ def activation_of(node: fx.Node) -> str | None:
         return "silu"
     gelu = node.target in (aten.gelu.default, aten.gelu_backward.default)
     return "gelu_tanh" if gelu and argument(node, "approximate") == "tanh" else None
-
-
-def _other(node: fx.Node, one: fx.Node) -> fx.Node | None:
-    """The other factor of a product of two tensors; None where there is none."""
-    a, b = node.args[:2]
-    other = b if a is one else a
-    return other if isinstance(other, fx.Node) and other is not one else None
 
 
 def _alike(*nodes: fx.Node) -> bool:

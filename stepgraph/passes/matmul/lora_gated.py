@@ -17,7 +17,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import RESHAPES, is_cast, is_mutating, only_user, swapped, upstream
+from stepgraph.graph.facts import RESHAPES, is_cast, is_mutating, only_user, other_input, swapped, upstream
 from stepgraph.graph.order import readers
 from stepgraph.kernels.lora.gated import LARGEST_RANK
 from stepgraph.passes.matmul.lora_find import Adapter, hoist, overwritten
@@ -58,16 +58,16 @@ def _match(gate: Adapter, by_end: dict, by_input: dict) -> _Gated | None:
     d_gate = _reader(gate.end, aten.silu_backward.default)
     if silu is None or d_gate is None or len(gate.end.users) != 2 or len(silu.users) != 2:
         return None
-    h = next((n for n in silu.users if n.target is aten.mul.Tensor and _other(n, silu) in by_end), None)
+    h = next((n for n in silu.users if n.target is aten.mul.Tensor and other_input(n, silu) in by_end), None)
     if h is None:
         return None
-    up, down = by_end[_other(h, silu)], by_input.get(h)
+    up, down = by_end[other_input(h, silu)], by_input.get(h)
     d_up = next(n for n in silu.users if n is not h)
     if down is None or up is gate or len(up.end.users) != 2 or d_up.target is not aten.mul.Tensor:
         return None
-    dh = _other(d_up, silu)
+    dh = other_input(d_up, silu)
     d_silu = next(n for n in up.end.users if n is not h)
-    forms = d_silu.target is aten.mul.Tensor and _other(d_silu, up.end) is dh and d_gate.args == (d_silu, gate.end)
+    forms = d_silu.target is aten.mul.Tensor and other_input(d_silu, up.end) is dh and d_gate.args == (d_silu, gate.end)
     if not forms or only_user(d_silu) is not d_gate or set(dh.users) != {d_up, d_silu}:
         return None
     product = down.down.input_gradient
@@ -76,7 +76,7 @@ def _match(gate: Adapter, by_end: dict, by_input: dict) -> _Gated | None:
         top = user if user is not None and (user.target in RESHAPES or _is_exact(user, dh)) else None
     if top is None or dh.target is not aten.add.Tensor or dh.kwargs:
         return None
-    return _Gated(gate, up, down, silu, h, dh, _other(dh, top), d_gate, d_up)
+    return _Gated(gate, up, down, silu, h, dh, other_input(dh, top), d_gate, d_up)
 
 
 def _is_exact(node: fx.Node, like: fx.Node) -> bool:
@@ -87,12 +87,6 @@ def _is_exact(node: fx.Node, like: fx.Node) -> bool:
 
 def _reader(node: fx.Node, target: object) -> fx.Node | None:
     return next((user for user in node.users if user.target is target), None)
-
-
-def _other(node: fx.Node, one: fx.Node) -> fx.Node | None:
-    """The other of two tensors that ``node`` reads."""
-    found = [n for n in node.args[:2] if n is not one]
-    return found[0] if len(found) == 1 and isinstance(found[0], fx.Node) else None
 
 
 def _weights(match: _Gated) -> list[fx.Node | None]:

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from stepgraph.graph.edit import Builder, erase_unread, replace
-from stepgraph.graph.facts import argument, getitem_users, only_user
+from stepgraph.graph.facts import argument, getitem_users, only_user, other_input
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
@@ -116,8 +116,8 @@ def _match(product: fx.Node, gate: fx.Node, up: fx.Node, h: fx.Node) -> _Found |
     if not (len(dgates) == len(dups) == len(products) == 1) or len(behind) != 3:
         return "something else reads gate, up or silu"
     (dgate,), (dup,), (dsilu,) = dgates, dups, products
-    dh = next((n for n in dup.args if n is not silu), None)
-    if not isinstance(dh, fx.Node) or not _multiplies(dup, dh, silu) or not _multiplies(dsilu, dh, up):
+    dh = other_input(dup, silu)
+    if dh is None or not _multiplies(dup, dh, silu) or not _multiplies(dsilu, dh, up):
         return "its gradient is of a different form"
     if dgate.args[0] is not dsilu or list(dsilu.users) != [dgate] or dh.meta["val"].dtype != h.meta["val"].dtype:
         return "its gradient is of a different form"

@@ -22,7 +22,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases, is_written
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import getitem_users, only_user
+from stepgraph.graph.facts import getitem_users, only_user, other_input
 from stepgraph.kernels.norm.modulated import WIDEST
 from stepgraph.kernels.norm.spec import DTYPES
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -155,8 +155,8 @@ def _with_stream(dx: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     user = only_user(dx)
     if user is None or user.target is not aten.add.Tensor or user.kwargs or len(user.args) != 2:
         return dx, None
-    other = next((a for a in user.args if a is not dx), None)
-    if not isinstance(other, fx.Node) or value_of(other).shape != value_of(dx).shape:
+    other = other_input(user, dx)
+    if other is None or value_of(other).shape != value_of(dx).shape:
         return dx, None
     return user, other
 

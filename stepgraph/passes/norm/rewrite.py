@@ -18,7 +18,7 @@ from torch import fx
 
 from stepgraph.graph.aliases import Aliases
 from stepgraph.graph.edit import Builder, erase_unread
-from stepgraph.graph.facts import only_user, packet
+from stepgraph.graph.facts import only_user, other_input, packet
 from stepgraph.graph.step_graph import StepGraph
 from stepgraph.kernels.norm import operators  # noqa: F401  (defines torch.ops.stepgraph)
 from stepgraph.kernels.norm.spec import DTYPES
@@ -136,15 +136,13 @@ def _added(node: fx.Node, one: fx.Node) -> fx.Node | None:
     """The other tensor of the sum ``node``, of the same shape as ``one``, before casts to wider dtypes."""
     if node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1 or len(node.args) != 2:
         return None
-    others = [a for a in node.args if a is not one]
-    if len(others) != 1 or not isinstance(others[0], fx.Node):
+    other = other_input(node, one)
+    value = other and other.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return None
-    other = others[0].meta.get("val")
-    if not isinstance(other, torch.Tensor) or not other.is_floating_point():
+    if value.shape != value_of(one).shape or value_of(node).shape != value.shape:
         return None
-    if other.shape != value_of(one).shape or value_of(node).shape != other.shape:
-        return None
-    return before_widening(others[0])
+    return before_widening(other)
 
 
 def added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:

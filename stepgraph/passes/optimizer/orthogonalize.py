@@ -28,7 +28,7 @@ from stepgraph.graph.aliases import Aliases, written_arguments
 from stepgraph.graph.collectives import operator_of
 from stepgraph.graph.edit import Builder, erase_unread
 from stepgraph.graph.edit import replace as replace_node
-from stepgraph.graph.facts import argument, is_mutating, is_random, only_user, packet, permutation, tensor_bytes
+from stepgraph.graph.facts import argument, is_mutating, is_random, only_user, packet, swapped, tensor_bytes
 from stepgraph.graph.provenance import phase_of
 from stepgraph.kernels import gram  # noqa: F401  (defines an operator of torch.ops.stepgraph)
 from stepgraph.passes.contract import PassReport, StepGraph, register
@@ -102,7 +102,7 @@ def _chains(step: StepGraph) -> list[list[Iteration]]:
 def _read_by(iteration: Iteration) -> bool:
     """Whether nothing but ``iteration`` reads what it begins with."""
     x, own = iteration.x, {iteration.a, iteration.result, *iteration.result.all_input_nodes}
-    return all(user in own or (_transposed(user) is x and set(user.users) <= own) for user in x.users)
+    return all(user in own or (swapped(user) is x and set(user.users) <= own) for user in x.users)
 
 
 def _iteration(a: fx.Node, aliases: Aliases) -> Iteration | None:
@@ -110,8 +110,8 @@ def _iteration(a: fx.Node, aliases: Aliases) -> Iteration | None:
     if phase_of(a) != "optimizer" or a.meta["val"].dtype.itemsize != 2:
         return None
     left, right = a.args
-    from_left = _transposed(right) is left or _transposed(left) is right
-    starts = [(left, False)] * from_left + [(right, True)] * (_transposed(left) is right)
+    from_left = swapped(right) is left or swapped(left) is right
+    starts = [(left, False)] * from_left + [(right, True)] * (swapped(left) is right)
     for b in _descendants(a) if starts else ():
         if (square := _sum_with_product(b, a, a, a)) is None:
             continue
@@ -161,21 +161,12 @@ def _scaled(node: fx.Node) -> tuple[fx.Node, float]:
     return node, 1.0
 
 
-def _transposed(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is with its last two dimensions swapped."""
-    if packet(node) not in (aten.permute, aten.transpose, aten.t):
-        return None
-    rank = node.meta["val"].ndim
-    order = [1, 0] if node.target is aten.t.default else permutation(node)
-    return node.args[0] if order == [*range(rank - 2), rank - 1, rank - 2] else None
-
-
 def _own_transpose(node: fx.Node) -> fx.Node | None:
     """What ``node`` multiplies with its own transpose."""
     if node.target not in _PRODUCTS:
         return None
     left, right = node.args
-    return left if _transposed(right) is left or _transposed(left) is right else None
+    return left if swapped(right) is left or swapped(left) is right else None
 
 
 # ---- several matrices together ----
