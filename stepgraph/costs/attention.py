@@ -6,7 +6,6 @@ nearest measured one holds, as far as `covers` says. What was not measured has n
 (`reached`) takes the nearest measured width and counts what kernels compute of a shape beyond what is asked for.
 """
 
-import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import fx
 
 from stepgraph.costs.flops import BACKWARD, FORWARD, attention_flops
-from stepgraph.costs.hardware import GPUS, Gpu
+from stepgraph.costs.hardware import GPUS, Gpu, interpolated
 from stepgraph.graph.facts import argument
 from stepgraph.graph.host_copies import device_bytes
 from stepgraph.graph.marks import VISIBLE_PAIRS
@@ -143,7 +142,7 @@ def share(backend: Backend, case: Case, direction: Direction, gpu: Gpu) -> float
     if not any(_covers(m, case) for m in alike):
         return None
     points = sorted((m.length, _share(m, direction)) for m in alike)
-    return _interpolated(points, case.queries)
+    return interpolated(*zip(*points, strict=True), case.queries)
 
 
 def seconds(backend: Backend, case: Case, gpu: Gpu, *, backward: bool) -> float | None:
@@ -181,7 +180,7 @@ def reached(node: fx.Node, gpu: Gpu) -> float | None:
     alike = [m for m in _MEASURED if m.backend == backend and (m.width, m.value_width) == nearest]
     points = sorted((m.length, _share(m, direction) / _useful(_case(m))) for m in alike)
     sides = [argument(node, f"window_size_{side}") for side in ("left", "right")] if window else None
-    return _interpolated(points, case.queries) * _useful(case, sides)
+    return interpolated(*zip(*points, strict=True), case.queries) * _useful(case, sides)
 
 
 #: Multiprocessors of an H100 and an H200.
@@ -250,13 +249,3 @@ def _case(m: _Measured) -> Case:
 def _share(m: _Measured, direction: Direction) -> float:
     ms = m.forward if direction == "forward" else m.backward
     return work(_case(m), direction) / (ms / 1e3) / _GPU.peak(torch.bfloat16)
-
-
-def _interpolated(points: list[tuple[int, float]], length: int) -> float:
-    """The share at ``length`` between ``points`` of (length, share), in the order of their lengths."""
-    if length <= points[0][0]:
-        return points[0][1]
-    for (low, a), (high, b) in itertools.pairwise(points):
-        if length <= high:
-            return a + math.log(length / low) / math.log(high / low) * (b - a)
-    return points[-1][1]

@@ -1,11 +1,14 @@
 """GPUs: the published figures of each, the share of them that kernels reach, and the GPU that passes assume."""
 
 import contextlib
+import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 #: GPUs of one HGX or DGX machine, joined by NVLink.
@@ -180,6 +183,11 @@ _OTHERS = (
 #: What passes decide by, and what their notes are forecast for. One GPU for all: every rank and every machine makes the
 #: same graph, and so does a forecast, which has no device. On other GPUs the ratios differ little.
 ASSUMED = GPUS["h200"]
+
+
+def interpolated(sizes: Sequence[int], figures: Sequence[float], size: int) -> float:
+    """The figure at ``size``, in the logarithm of ``sizes``, which ascend; beyond them that of the nearest."""
+    return float(np.interp(math.log(size), np.log(sizes), figures))
 
 
 def known_gpu(device_name: str) -> Gpu | None:

@@ -5,11 +5,9 @@ another GPU. Between the measured widths they are interpolated in the logarithm 
 measured width holds.
 """
 
-import itertools
-import math
 from dataclasses import dataclass
 
-from stepgraph.costs.hardware import ASSUMED, LAUNCH_S, MEMORY_REACHED
+from stepgraph.costs.hardware import ASSUMED, LAUNCH_S, MEMORY_REACHED, interpolated
 
 #: Bytes per second of a copy.
 _COPY = MEMORY_REACHED * ASSUMED.bandwidth
@@ -54,11 +52,5 @@ def cost(choice: str, traffic: Traffic) -> float:
 
 
 def _shares(choice: str, width: int) -> tuple[float, float]:
-    table = _SHARES[choice]
-    if width <= table[0][0]:
-        return table[0][1:]
-    for (low, *a), (high, *b) in itertools.pairwise(table):
-        if width <= high:
-            part = math.log(width / low) / math.log(high / low)
-            return tuple(x + part * (y - x) for x, y in zip(a, b, strict=True))
-    return table[-1][1:]
+    widths, forward, backward = zip(*_SHARES[choice], strict=True)
+    return interpolated(widths, forward, width), interpolated(widths, backward, width)
