@@ -420,10 +420,8 @@ def refuse_sparse(grad: torch.Tensor, path: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def refusing_scalers(recorder: Recorder) -> Iterator[None]:
+def refusing_scalers(recorder: Recorder) -> contextlib.AbstractContextManager[None]:
     """Inside, a loss that a ``GradScaler`` scales is refused: its scale changes, and nothing divides by it."""
-    scale = torch.amp.GradScaler.scale
 
     def refuse(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         if not scaler.is_enabled():
@@ -434,11 +432,7 @@ def refusing_scalers(recorder: Recorder) -> Iterator[None]:
             "captured step does not have; train in bf16, which needs none, and return the unscaled loss"
         )
 
-    torch.amp.GradScaler.scale = refuse
-    try:
-        yield
-    finally:
-        torch.amp.GradScaler.scale = scale
+    return compat.replaced(torch.amp.GradScaler, scale=refuse)
 
 
 def refusing_conversions(recorder: Recorder) -> contextlib.AbstractContextManager[None]:

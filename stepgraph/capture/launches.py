@@ -1,7 +1,7 @@
 """Records launches of Triton kernels by the model itself, which torch's dispatcher does not see, as nodes."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from stepgraph.errors import CaptureError
 from stepgraph.graph.launch import traced_launch
 
 
-@contextlib.contextmanager
-def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> contextlib.AbstractContextManager[None]:
     """Inside a trace, a launch on its tensors becomes a node and runs nothing; one on real tensors runs as it is.
 
     ``wrote`` receives the tensors that a recorded launch may write.
@@ -42,5 +41,4 @@ def recorded_launches(wrote: Callable[[Sequence[torch.Tensor]], None]) -> Iterat
         wrote([tensors[i] for i in launch.writes])
         return True
 
-    with compat.watch_triton_launches(record):
-        yield
+    return compat.watch_triton_launches(record)

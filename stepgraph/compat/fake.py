@@ -57,8 +57,9 @@ def answer(error: Exception) -> None:
     vars(error)["_answered"] = True
 
 
-@contextlib.contextmanager
-def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool]) -> Iterator[None]:
+def failed_reads(
+    note: Callable[[Exception], None], counts: Callable[[str], bool]
+) -> contextlib.AbstractContextManager[None]:
     """Inside, ``note`` receives the error of each read of a fake tensor's values or memory that calls no operator.
     ``counts``: by its file, whether code may not print it."""
 
@@ -90,12 +91,10 @@ def failed_reads(note: Callable[[Exception], None], counts: Callable[[str], bool
     reads = {name: noting(getattr(FakeTensor, name)) for name in ("numpy", "data_ptr")}
     reads |= {name: noting(uncopied) for name in ("__deepcopy__", "__reduce_ex__")}
     reads |= {name: shown(name) for name in ("__format__", "__repr__")}
-    with replaced(FakeTensor, **reads):
-        yield
+    return replaced(FakeTensor, **reads)
 
 
-@contextlib.contextmanager
-def shown_tensors(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def shown_tensors(note: Callable[[torch.Tensor], None]) -> contextlib.AbstractContextManager[None]:
     """Inside, ``note`` receives each tensor with values that this thread prints or formats."""
     show = torch._tensor_str._str
 
@@ -106,8 +105,7 @@ def shown_tensors(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
         with _disable_current_modes():
             return show(tensor, **options)
 
-    with replaced(torch._tensor_str, _str=for_this_thread(noting, show)):
-        yield
+    return replaced(torch._tensor_str, _str=for_this_thread(noting, show))
 
 
 def literal_of(tensor: FakeTensor) -> torch.Tensor | None:
@@ -244,8 +242,7 @@ def without_modes() -> contextlib.AbstractContextManager:
     return _disable_current_modes()
 
 
-@contextlib.contextmanager
-def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> contextlib.AbstractContextManager[None]:
     """Inside, Hugging Face transformers, if loaded, looks at the values of fake tensors whose values are ``known``.
 
     By default it looks at none of a fake tensor's: attention then gets a mask that says no more than "causal", and keys
@@ -254,17 +251,11 @@ def transformers_sees_values(known: Callable[[torch.Tensor], bool]) -> Iterator[
     module = sys.modules.get("transformers.utils.import_utils")
     is_fake_tensor = getattr(module, "is_fake_tensor", None)
     if is_fake_tensor is None:
-        yield
-        return
-    module.is_fake_tensor = lambda x: is_fake_tensor(x) and not known(x)
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = is_fake_tensor
+        return contextlib.nullcontext()
+    return replaced(module, is_fake_tensor=lambda x: is_fake_tensor(x) and not known(x))
 
 
-@contextlib.contextmanager
-def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> contextlib.AbstractContextManager[None]:
     """Inside, torch's checks that all elements of a tensor are true look at tensors whose values are ``known``; for
     others, a step that runs raises the error. transformers checks so that a batch holds as many image tokens as image
     features."""
@@ -276,8 +267,7 @@ def checks_of_known_values(known: Callable[[torch.Tensor], bool]) -> Iterator[No
         else:
             assert_all(cond, str(message() if callable(message) else message or "Expected all elements to be true"))
 
-    with replaced(torch, _check_tensor_all_with=for_this_thread(check_known, check)):
-        yield
+    return replaced(torch, _check_tensor_all_with=for_this_thread(check_known, check))
 
 
 def truth(tensor: torch.Tensor) -> bool:

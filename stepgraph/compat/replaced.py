@@ -46,15 +46,13 @@ def _restore(owner: Any, saved: dict[str, Any]) -> None:
             setattr(owner, name, value)
 
 
-@contextlib.contextmanager
-def replaced_functions(owner: Any, **values: Any) -> Iterator[None]:
+def replaced_functions(owner: Any, **values: Any) -> contextlib.AbstractContextManager[None]:
     """`replaced` for functions of torch. Dynamo lists these once, at its first use; the list is made before they are
     replaced, or it would have the replacements for the rest of the process."""
     from torch._dynamo.trace_rules import get_torch_obj_rule_map  # a second to load, which a trace needs at any rate
 
     get_torch_obj_rule_map()
-    with replaced(owner, **values):
-        yield
+    return replaced(owner, **values)
 
 
 def for_this_thread(ours: Callable, plain: Callable) -> Callable:

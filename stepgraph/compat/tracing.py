@@ -108,8 +108,7 @@ def _eliminate_dead_code(graph: torch.fx.Graph, is_impure: Callable[[torch.fx.No
         return _eliminate(graph, lambda node: bool(node.users) or is_impure(node))
 
 
-@contextlib.contextmanager
-def _generators_as_arguments() -> Iterator[None]:
+def _generators_as_arguments() -> contextlib.AbstractContextManager[None]:
     """Nodes may be given a `torch.Generator`, as an attribute of the module: torch before 2.13 refuses it."""
     plain = PythonKeyTracer.create_arg
     names: dict[int, str] = {}  # in order: the graph's text is the same in every process
@@ -121,8 +120,7 @@ def _generators_as_arguments() -> Iterator[None]:
         setattr(self.root, name, value)
         return self.create_node("get_attr", name, (), {})
 
-    with replaced(PythonKeyTracer, create_arg=create_arg) if TORCH < (2, 13) else contextlib.nullcontext():
-        yield
+    return replaced(PythonKeyTracer, create_arg=create_arg) if TORCH < (2, 13) else contextlib.nullcontext()
 
 
 def graph_of_trace() -> torch.fx.Graph:
@@ -367,8 +365,7 @@ def leaf_of(node: Any) -> torch.Tensor | None:
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
-@contextlib.contextmanager
-def watched_backward(watch: Callable[[list[Any]], None]) -> Iterator[None]:
+def watched_backward(watch: Callable[[list[Any]], None]) -> contextlib.AbstractContextManager[None]:
     """Inside, ``watch`` receives the autograd nodes that a call of ``backward()`` starts from, before it runs."""
     run = torch.autograd._engine_run_backward
 
@@ -377,8 +374,7 @@ def watched_backward(watch: Callable[[list[Any]], None]) -> Iterator[None]:
             watch([one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in outputs])
         return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
 
-    with replaced(torch.autograd, _engine_run_backward=for_this_thread(watched, run)):
-        yield
+    return replaced(torch.autograd, _engine_run_backward=for_this_thread(watched, run))
 
 
 @contextlib.contextmanager
@@ -424,8 +420,7 @@ def uncompiled_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "_orig_mod")
 
 
-@contextlib.contextmanager
-def dispatch_flex_attention() -> Iterator[None]:
+def dispatch_flex_attention() -> contextlib.AbstractContextManager[None]:
     """Inside, ``flex_attention`` records its higher-order operator in the trace.
 
     Called outside Dynamo it would start Dynamo, which refuses to run inside another trace; the module's debug switch
@@ -434,8 +429,7 @@ def dispatch_flex_attention() -> Iterator[None]:
     """
     import torch.nn.attention.flex_attention as flex
 
-    with replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None):
-        yield
+    return replaced(flex, _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True, _validate_device=lambda *_: None)
 
 
 @torch.no_grad()

@@ -29,8 +29,6 @@ def watch_triton_launches(record: Callable[[Any, Any, Sequence[Any], Mapping[str
     if "triton" not in sys.modules and not (torch.cuda.is_available() and importlib.util.find_spec("triton")):
         yield
         return
-    launched = _launched_classes()
-    saved = {cls: cls.run for cls in launched}
 
     def watched(run: Callable) -> Callable:
         def recorded(kernel: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> Any:
@@ -40,14 +38,11 @@ def watch_triton_launches(record: Callable[[Any, Any, Sequence[Any], Mapping[str
 
         return recorded
 
-    for cls, run in saved.items():
-        cls.run = watched(run)
-    try:
-        with set_wrap_triton_enabled(False):
-            yield
-    finally:
-        for cls, run in saved.items():
-            cls.run = run
+    with contextlib.ExitStack() as inside:
+        for cls, run in {cls: cls.run for cls in _launched_classes()}.items():
+            inside.enter_context(replaced(cls, run=watched(run)))
+        inside.enter_context(set_wrap_triton_enabled(False))
+        yield
 
 
 def _launched_classes() -> list[type]:

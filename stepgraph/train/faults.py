@@ -18,6 +18,7 @@ from typing import TextIO
 
 import torch
 
+from stepgraph import compat
 from stepgraph.config.device import is_out_of_memory, memory_bytes, pick_device, taken_by_others
 from stepgraph.config.train import TrainConfig
 from stepgraph.lower import StepSpec, peak_bytes_by_policy
@@ -164,8 +165,7 @@ class RecoverableErrors:
             nameless = isinstance(failure, OSError) and failure.errno is not None and failure.filename is None
             self.first = self.first or (f"{what} ({text})" if nameless else text)
 
-    @contextlib.contextmanager
-    def of_threads(self) -> Iterator[None]:
+    def of_threads(self) -> contextlib.AbstractContextManager[None]:
         """Keep the OSErrors that end threads inside, such as TensorBoard's writer."""
         before = threading.excepthook
 
@@ -175,11 +175,7 @@ class RecoverableErrors:
             with self.noted():
                 raise ended.exc_value
 
-        threading.excepthook = note
-        try:
-            yield
-        finally:
-            threading.excepthook = before
+        return compat.replaced(threading, excepthook=note)
 
     def say(self, *text: object) -> None:
         """Print, at once: a pipe shows each line when it is said, and keeps it when the run is killed."""

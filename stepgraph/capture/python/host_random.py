@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from stepgraph import compat
+
 #: A generator: how to read its state, and how to set it.
 _Access = tuple[Callable[[], Any], Callable[[Any], None]]
 
@@ -34,11 +36,8 @@ class _Entropy:
             self.drawn += ours and is_user_file(frame.f_code.co_filename)
             return plain(size)
 
-        setattr(os, "urandom", urandom), setattr(random, "_urandom", urandom)
-        try:
+        with compat.replaced(os, urandom=urandom), compat.replaced(random, _urandom=urandom):
             yield
-        finally:
-            setattr(os, "urandom", plain), setattr(random, "_urandom", plain)
 
 
 ENTROPY = _Entropy()

@@ -498,19 +498,14 @@ def _resized(batch: Any, rows: int) -> Any:
     return rebuilt(batch, [made[i] for i in first_places(leaves)], structure)
 
 
-@contextlib.contextmanager
-def _cuda_autocast_on_cpu() -> Iterator[None]:
+def _cuda_autocast_on_cpu() -> contextlib.AbstractContextManager[None]:
     """Inside, ``torch.autocast("cuda")`` of a loss acts on the CPU, where the traced tensors are."""
     init = torch.autocast.__init__
 
     def on_cpu(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
         init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = on_cpu
-    try:
-        yield
-    finally:
-        torch.autocast.__init__ = init
+    return compat.replaced(torch.autocast, __init__=on_cpu)
 
 
 # Text.
