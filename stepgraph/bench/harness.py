@@ -229,6 +229,20 @@ def spans(marks: Sequence[Any]) -> list[float]:
     return [1000 * (b - a) for a, b in pairwise(marks)]
 
 
+def host_times(step: Callable[[], Any], steps: int, together: Callable[[], Any] = lambda: None) -> list[float]:
+    """Milliseconds until each of ``steps`` calls returns, from idle GPUs; ``together``: waits for the other ranks."""
+    spent = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        together()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        spent.append(1000 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return spent
+
+
 def times(device: torch.device, call: Callable[[], Any], repeats: int) -> list[float]:
     """Milliseconds of each of ``repeats`` calls. On CUDA by events in the stream, so that nothing waits in between."""
     if device.type == "cuda":

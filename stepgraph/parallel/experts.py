@@ -106,9 +106,8 @@ class ExpertExchange(Exchange):
         # What came from each rank is sorted by expert already: the expert of each place, `here` where it is empty.
         ends = received.cumsum(1)
         expert = torch.searchsorted(ends, along.to(ends.dtype).expand(self.ranks, -1).contiguous(), right=True)
-        by_expert, at, counts = sort_by_expert(expert.view(-1, 1), here)
-        offsets = counts.cumsum(0, dtype=torch.int32)
-        return gather_rows(rows, by_expert, at), offsets, (order, places, by_expert, at)
+        rows, offsets, (by_expert, at) = super().dispatch(rows, expert.view(-1, 1), here)
+        return rows, offsets, (order, places, by_expert, at)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor, state: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """As `Exchange.combine`."""

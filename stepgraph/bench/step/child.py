@@ -8,7 +8,6 @@ import gc
 import json
 import math
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,17 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from stepgraph.bench.harness import FIRST_STEPS, CapturedStep, EagerStep, Parts, Run, Step, fused_adamw, random_batch
+from stepgraph.bench.harness import (
+    FIRST_STEPS,
+    CapturedStep,
+    EagerStep,
+    Parts,
+    Run,
+    Step,
+    fused_adamw,
+    host_times,
+    random_batch,
+)
 from stepgraph.bench.lane import serve, take_job
 from stepgraph.bench.results import finite
 from stepgraph.config.build import build_model
@@ -67,22 +76,12 @@ class StepRun(Run):
         """Peak memory so far, then what would disturb the steps if it were measured among them."""
         answer: dict[str, Any] = super().finish(request) | {"loss": finite(self.losses[0])}
         if self.device.type == "cuda":
-            answer["host_ms"] = median(self._host_times(request["steps"]))
+            answer["host_ms"] = median(host_times(self.step, request["steps"]))
         else:
             answer["step_mem_gib"] = self._step_memory()
         if self.provider == "eager":
             answer["spread"] = self._spread()
         return answer
-
-    def _host_times(self, steps: int) -> list[float]:
-        """Milliseconds until the call returns, each from an idle device."""
-        spent = []
-        for _ in range(steps):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self.step()
-            spent.append(1000 * (time.perf_counter() - start))
-        return spent
 
     def _step_memory(self) -> float:
         """GiB of tensors that one step has alive at its peak, beyond those alive between steps."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from stepgraph.bench.harness import mark, spans
+from stepgraph.bench.harness import host_times, mark, spans
 from stepgraph.bench.results import finite, in_one_line
 from stepgraph.bench.train.providers import PROVIDERS, CapturedTraining, Training
 from stepgraph.config.device import peak_mem_gib
@@ -113,7 +113,7 @@ def timed(
         watch.launches(len(marks))
     times = spans(marks)
     losses.append(training.step(read=True))
-    host = host_times(training) if device.type == "cuda" else []
+    host = host_times(training.step, HOST_STEPS, dist.barrier) if device.type == "cuda" else []
     compile_s = training.compile_s
     if training.capture_s is None:
         compile_s = first_call_s - median(times) / 1e3
@@ -133,20 +133,6 @@ def timed(
         "losses": [finite(loss) for loss in losses],
         "steps_taken": 2 + WARMUP_STEPS + config.steps,
     }
-
-
-def host_times(training: Training) -> list[float]:
-    """Milliseconds until the call of a step returns, each from idle GPUs."""
-    spent = []
-    for _ in range(HOST_STEPS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        training.step()
-        spent.append(1e3 * (time.perf_counter() - begin))
-    torch.cuda.synchronize()
-    return spent
 
 
 def profiled(training: Training, trace: str | None, rank: int) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class _Expansion:
             if clip is not None:
                 unscaled.setdefault(clip, set()).add(grad)
         for clip, grads in unscaled.items():
-            _leave_unscaled(grads, clip)
+            leave_unscaled(grads, clip)
         erase_unread(*(self.grads[i] for i in places if is_cast(self.grads[i])))
 
     def _before_clip(self, grad: fx.Node) -> tuple[fx.Node, fx.Node | None]:
@@ -201,7 +201,7 @@ def _readers_of_kept(node: fx.Node) -> list[fx.Node]:
     return [reader for user in node.users for reader in (user.users if user.target is aten.where.self else [user])]
 
 
-def _leave_unscaled(grads: set[fx.Node], clip: fx.Node) -> None:
+def leave_unscaled(grads: set[fx.Node], clip: fx.Node) -> None:
     """Take ``grads`` out of the ``_foreach_mul_`` that clips them: all at once, since each change reads its list."""
     rest = [g for g in clip.args[0] if g not in grads]
     if rest:

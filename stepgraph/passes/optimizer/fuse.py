@@ -22,6 +22,7 @@ from stepgraph.graph.edit import Builder, erase_unread, replace
 from stepgraph.graph.facts import is_mutating, is_overload, is_pointwise, is_random, is_view, of_target, packet
 from stepgraph.graph.marks import COMPILE, KEEP_EAGER
 from stepgraph.passes.contract import PassReport, StepGraph, register
+from stepgraph.passes.optimizer.expand import leave_unscaled
 
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 #: Elements from which on an operator is worth compiling; what fewer are is fused where it follows another.
@@ -202,7 +203,7 @@ class _Fusing:
         """Clip gradients where they are read, if these nodes alone read them."""
         for clip in [n for n in self.step.nodes("optimizer") if n.target is aten._foreach_mul_.Tensor]:
             at = {node: i for i, node in enumerate(self.step.graph.nodes)}
-            taken = []
+            taken = set()
             for grad in clip.args[0]:
                 later = [user for user in grad.users if at[user] > at[clip]]
                 if later and self.marked.issuperset(later):
@@ -211,12 +212,8 @@ class _Fusing:
                     self.marked.add(new)
                     for user in later:
                         user.replace_input_with(grad, new)
-                    taken.append(grad)
-            rest = [grad for grad in clip.args[0] if grad not in taken]
-            if rest:
-                clip.update_arg(0, rest)
-            else:
-                clip.graph.erase_node(clip)
+                    taken.add(grad)
+            leave_unscaled(taken, clip)
 
 
 def _behind_views(node: fx.Node) -> fx.Node:
