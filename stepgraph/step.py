@@ -154,7 +154,7 @@ class CapturedStep:
         self._is_exact = self.spec.is_exact
         facts = partial(self._facts, batch)
         masks = mask_names(batch) if self._is_exact else ()
-        first = spec.placement is not None and check_model(spec.model, masks, facts)
+        first = spec.placement is not None and check_model(spec.model, leaves_by_name(batch), masks, facts)
         self._largest = [size // spec.accumulate for size in batch_sizes(leaves)]
         self._session, self._memory = Session(), Memory()
         self._store = None if saved is None else store_of(saved, dump is not None)

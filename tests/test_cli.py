@@ -127,6 +127,10 @@ def test_a_bad_train_option_is_one_line(arguments, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_passes_that_other_options_need_may_be_named():
+    assert parse_train(["--passes", "default", "--inductor", "off", "--tiles", "2"]).passes == "default"
+
+
 @pytest.mark.parametrize("option", ["out", "resume", "saved-steps", "data", "tokenizer", "data-cache", "mesh", "steps"])
 def test_an_empty_value_is_refused(option):
     for words in ([f"--{option}="], [f"--{option}", ""], ["--lr", "1", f"--{option}", "", "--lr", "1"]):

@@ -14,15 +14,16 @@ ANY = Target("cuda", process_groups=True)
 
 
 def refuse_idle(options: StepOptions, words: list[str], target: Target = ANY) -> None:
-    """Raises ValueError for an option of the step that ``words`` give although no value of it would change the passes
-    for ``target``. What is off may be said to be off."""
+    """Raises ValueError for an option of the step that ``words`` give although no other value of it that goes with the
+    other options would change the passes for ``target``. What is off may be said to be off."""
     passes = resolve(options, (), target)
     for name, allowed in choices(StepOptions).items():
         if name not in given(words):
             continue
         value = getattr(options, name)
         others = [dataclasses.replace(options, **{name: other}) for other in allowed if other != value]
-        if value not in ("off", False) and all(_same(other, passes, target) for other in others):
+        found = [made for other in others if (made := _resolved(other, target)) is not None]
+        if value not in ("off", False) and found and all(made == passes for made in found):
             where = "in a forecast: leave it out" if target.simulated else "with passes=exact: drop one of them"
             raise ValueError(f"{name}={value} changes nothing {where}")
 
@@ -44,8 +45,8 @@ def refuse_unused(config: object, words: list[str]) -> None:
             raise ValueError(f"{name}={getattr(config, name)} changes nothing: {fix}, or leave it out")
 
 
-def _same(options: StepOptions, passes: list[Pass], target: Target) -> bool:
-    """Whether ``options`` lead to ``passes``, or to none because they do not go together."""
+def _resolved(options: StepOptions, target: Target) -> list[Pass] | None:
+    """The passes of ``options``; None where they do not go together."""
     with contextlib.suppress(ValueError):
-        return resolve(options, (), target) == passes
-    return True
+        return resolve(options, (), target)
+    return None

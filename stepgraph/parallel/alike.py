@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,14 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from stepgraph import compat
+from stepgraph.capture.batch import has_values
 from stepgraph.graph.collectives import ALL_TO_ALL, RECV, SEND, group_of, operator_of
 from stepgraph.graph.facts import argument
 from stepgraph.graph.program import StepProgram
 from stepgraph.graph.provenance import provenance, role_of
 from stepgraph.parallel.apply import held_parameters
+from stepgraph.parallel.fsdp import layouts
+from stepgraph.parallel.mesh import Mesh
 from stepgraph.parallel.ranks import Ranks
 from stepgraph.parallel.world import said_if_long
 
@@ -56,10 +59,11 @@ _AGREED: weakref.WeakKeyDictionary[nn.Module, set[tuple[Group, str]] | None] = w
 _MET: Counter[Group] = Counter()
 
 
-def check_model(model: nn.Module, also: Iterable[str], facts: Facts) -> bool:
+def check_model(model: nn.Module, batch: Mapping[str, Any], also: Iterable[str], facts: Facts) -> bool:
     """Raise ``ValueError`` if ranks hold different parameters, or different values of a replicated one, as after
-    different seeds, or differ in ``also``. All ranks call it together. It checks a model only once, since ranks may
-    capture later steps at different times. Whether it did."""
+    different seeds, or differ in ``also``, or if ranks that share data have a different ``batch``, leaves by name. All
+    ranks call it together. It checks a model only once, since ranks may capture later steps at different times. Whether
+    it did."""
     if model in _AGREED or dist.get_backend() == "fake":
         return False
     _AGREED[model] = None
@@ -67,6 +71,9 @@ def check_model(model: nn.Module, also: Iterable[str], facts: Facts) -> bool:
     everyone = Group("model", tuple(range(dist.get_world_size())))
     _require_alike({everyone: [Entry(form) for form in (*parameters, *also)]}, facts)
     _check_replicas(model)
+    mesh = next((layout.mesh for layout in layouts(model).values() if isinstance(layout.mesh, Mesh)), None)
+    if mesh is not None and mesh.spec.dp < mesh.spec.size:
+        _check_batch(mesh, batch)
     return True
 
 
@@ -190,6 +197,28 @@ def _differ(group: Group, found: Mapping[int, tuple[Sequence[Entry], Mapping[str
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _check_batch(mesh: Mesh, batch: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ranks that differ in ``tp``, ``cp`` or ``pp`` alone have different batches."""
+    values = {name: _value(leaf) for name, leaf in batch.items()}
+    every = Ranks().gather(lambda: (mesh.dp_place, values))
+    readers: dict[int, int] = {}
+    for rank, (place, found) in enumerate(every):
+        first = readers.setdefault(place, rank)
+        differing = [name for name in found | every[first][1] if found.get(name) != every[first][1].get(name)]
+        if differing:
+            raise ValueError(
+                f"ranks {first} and {rank} share data, and {', '.join(differing)} differ: let a "
+                "sampler take num_replicas=mesh.spec.dp and rank=mesh.dp_place, not the ranks of the world"
+            )
+
+
+def _value(leaf: Any) -> str:
+    if not has_values(leaf):
+        return "" if isinstance(leaf, torch.Tensor) else repr(leaf)
+    flat = leaf.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return f"{_form(leaf)} {hashlib.sha256(flat.numpy()).hexdigest()}"
 
 
 @torch.no_grad()

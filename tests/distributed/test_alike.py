@@ -92,7 +92,15 @@ def _lengths() -> None:
 
 
 def _stages() -> None:
-    mesh, other = make_mesh("pp=2"), dist.get_rank() == 1
+    tp, other = make_mesh("tp=2"), dist.get_rank() == 1
+    own = own_batch(tp, int(other))
+    refused(
+        r"ranks 0 and 1 share data, and .*tokens.* differ: .*dp_place",
+        parallel_model(tp),
+        next_token_loss(tp),
+        own,
+    )
+    mesh = make_mesh("pp=2")
     model, loss_fn, batch = whole_model(replace(TINY, n_layers=2)), next_token_loss(mesh), own_batch(mesh, 0, 4)
     parallelize(model, mesh, pipeline=plan_pipeline(model, loss_fn, own_batch(mesh, 0, 1), mesh))
     held = torch.optim.SGD([param for param in model.parameters() if not param.is_meta])
