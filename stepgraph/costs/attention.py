@@ -141,8 +141,8 @@ def share(backend: Backend, case: Case, direction: Direction, gpu: Gpu) -> float
     alike = [m for m in _MEASURED if (m.backend, m.width, m.value_width) == (backend, case.width, case.value_width)]
     if not any(_covers(m, case) for m in alike):
         return None
-    points = sorted((m.length, _share(m, direction)) for m in alike)
-    return interpolated(*zip(*points, strict=True), case.queries)
+    shares = {m.length: _share(m, direction) for m in alike}
+    return interpolated(shares, case.queries)
 
 
 def seconds(backend: Backend, case: Case, gpu: Gpu, *, backward: bool) -> float | None:
@@ -178,9 +178,9 @@ def reached(node: fx.Node, gpu: Gpu) -> float | None:
     sizes = case.width + case.value_width
     nearest = min(widths, key=lambda pair: abs(math.log(sum(pair) / sizes)))
     alike = [m for m in _MEASURED if m.backend == backend and (m.width, m.value_width) == nearest]
-    points = sorted((m.length, _share(m, direction) / _useful(_case(m))) for m in alike)
+    shares = {m.length: _share(m, direction) / _useful(_case(m)) for m in alike}
     sides = [argument(node, f"window_size_{side}") for side in ("left", "right")] if window else None
-    return interpolated(*zip(*points, strict=True), case.queries) * _useful(case, sides)
+    return interpolated(shares, case.queries) * _useful(case, sides)
 
 
 #: Multiprocessors of an H100 and an H200.

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,9 +185,10 @@ _OTHERS = (
 ASSUMED = GPUS["h200"]
 
 
-def interpolated(sizes: Sequence[int], figures: Sequence[float], size: int) -> float:
-    """The figure at ``size``, in the logarithm of ``sizes``, which ascend; beyond them that of the nearest."""
-    return float(np.interp(math.log(size), np.log(sizes), figures))
+def interpolated(figures: Mapping[int, float], size: int) -> float:
+    """The figure at ``size``, in the logarithm of the sizes that ``figures`` are known for; beyond them the nearest."""
+    sizes = sorted(figures)
+    return float(np.interp(math.log(size), np.log(sizes), [figures[known] for known in sizes]))
 
 
 def known_gpu(device_name: str) -> Gpu | None:

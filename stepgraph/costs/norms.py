@@ -52,5 +52,6 @@ def cost(choice: str, traffic: Traffic) -> float:
 
 
 def _shares(choice: str, width: int) -> tuple[float, float]:
-    widths, forward, backward = zip(*_SHARES[choice], strict=True)
-    return interpolated(widths, forward, width), interpolated(widths, backward, width)
+    table = _SHARES[choice]
+    forward, backward = ({row[0]: row[i] for row in table} for i in (1, 2))
+    return interpolated(forward, width), interpolated(backward, width)

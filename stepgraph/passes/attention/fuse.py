@@ -532,8 +532,9 @@ class _Written:
                     grad = build.cast(build(aten.mul.Tensor, grad, share), dtype)
                 grads = flex.backward(build, grad, inputs, (out, *saved), seen, scale, cap, of_log)
             else:
-                more = {"bias": bias, "of_bias": bool(self.dbias)}
-                grads = backward_nodes(backend, build, grad, inputs, (out, *saved), False, scale, **more)
+                saved = (out, *saved)
+                of_bias = bool(self.dbias)
+                grads = backward_nodes(backend, build, grad, inputs, saved, False, scale, bias=bias, of_bias=of_bias)
             for node, user, number in self.dbias:
                 value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
                 value = value if number == 1.0 else build(aten.mul.Tensor, value, number)
