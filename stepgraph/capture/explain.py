@@ -29,6 +29,7 @@ _FIXES = (
     (r"selective activation", "eager refuses that too: let its policy recompute what is written in place"),
     (r"_unique|nonzero|masked_select", "use torch.where or masks"),
     (r"deepcopy", "copy it by clone()"),
+    (r"fabric\.backward", "capture model.module and optimizer.optimizer, and use torch.autocast in the loss function"),
 )
 _CHOICES = (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)
 _ANY_FIX = (

@@ -136,3 +136,11 @@ def test_fabric():
             losses.append(loss.item())
         ends.append(losses)
     assert ends[0] == ends[1] and same_weights(model, twin)
+
+
+def test_fabrics_own_precision_is_refused_with_a_fix():
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    model, batches = parts()
+    module, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with pytest.raises(ValueError, match=r"fabric.backward.*; capture model.module and optimizer.optimizer, and use"):
+        stepgraph.capture(module, loss_fn, batches[0], optimizer.optimizer, passes="exact")
