@@ -312,8 +312,9 @@ class _Written:
     """The nodes of one attention. ``q`` (N, T, D), ``k`` (N, D, S), ``v`` (N, S, D_v): what its products read;
     ``out``: its second product; ``alpha``: the number of its first. In backward: ``slope``: of the softmax; ``dout``:
     the gradient of ``out``; ``dq``, ``dk``, ``dv``: of the others; ``first``: the first product; ``dbias``: (the
-    gradient of all that is added to the scores, what reads it, the number that it is multiplied with). ``size``: of the
-    scores. ``sink``, of one column: a score that takes weight and has no value, ``dsink``: its gradient."""
+    gradient of all that is added to the scores, what reads it, the number that it is multiplied with, whether scores
+    are hidden after that is added). ``size``: of the scores. ``sink``, of one column: a score that takes weight and has
+    no value, ``dsink``: its gradient."""
 
     softmax: fx.Node
     size: torch.Size
@@ -331,7 +332,7 @@ class _Written:
     dv: fx.Node | None = None
     dsink: fx.Node | None = None
     first: fx.Node | None = None
-    dbias: list[tuple[fx.Node, fx.Node, float]] = field(default_factory=list)
+    dbias: list[tuple[fx.Node, fx.Node, float, bool]] = field(default_factory=list)
     #: What the kernels read: queries, keys and values; the numbers that they are multiplied with before the products;
     #: whether the keys are (D, S).
     inputs: tuple[fx.Node, ...] = ()
@@ -371,7 +372,8 @@ class _Written:
                 biased = any(op.kind in ("bias", "hide") for op in self.ops)  # or the kernel gives no such gradient
                 if not biased or any(op[0] not in ("hide", "scale") for op in _merged(ops)):
                     return f"{user.name} reads the gradient of its scores"
-                self.dbias.append((node, user, math.prod(op.number for op in ops if op.kind == "scale")))
+                number = math.prod(op.number for op in ops if op.kind == "scale")
+                self.dbias.append((node, user, number, any(op.kind == "hide" for op in ops)))
         if any(grad is not grads[0] for grad in grads):
             return "its gradients come from two results"
         self.dout = grads[0] if grads else None
@@ -507,7 +509,9 @@ class _Written:
             seen = flex.masks.of(bias)
             if isinstance(seen, str):
                 return f"{seen}, and only FlexAttention takes its soft cap or sink"
-        inputs = self._laid_out(build)
+        q, *rest = self._laid_out(build)
+        seeing = self._seeing(build, flex.masks)
+        inputs = [q if seeing is None else self._where(build, seeing, q), *rest]
         saves = self.dout is not None
         if backend == "flex":
             cap = math.prod(op.number for op in self.ops[:at] if op.kind == "scale") if at >= 0 else 0.0
@@ -535,8 +539,11 @@ class _Written:
                 saved = (out, *saved)
                 of_bias = bool(self.dbias)
                 grads = backward_nodes(backend, build, grad, inputs, saved, False, scale, bias=bias, of_bias=of_bias)
-            for node, user, number in self.dbias:
-                value = build.view(build.cast(grads[3], node.meta["val"].dtype), node.meta["val"].shape)
+            if seeing is not None:
+                grads[0] = self._where(build, seeing, grads[0])
+            for node, user, number, hidden in self.dbias:
+                value = self._where(build, seeing, grads[3]) if hidden and seeing is not None else grads[3]
+                value = build.view(build.cast(value, node.meta["val"].dtype), node.meta["val"].shape)
                 value = value if number == 1.0 else build(aten.mul.Tensor, value, number)
                 user.replace_input_with(node, in_strides_of(build, node, value) if is_view(user) else value)
                 erase_unread(node)
@@ -579,24 +586,20 @@ class _Written:
 
     def _bias(self, build: Builder, dtype: torch.dtype, *, clamped: bool) -> fx.Node | None:
         """All that is added to the scores, (B, H, T, S) in ``dtype``; None for nothing."""
-        shape, total, factor = torch.Size(self.shape), None, 1.0
+        shape, total = torch.Size(self.shape), None
         least = max(_LEAST, torch.finfo(dtype).min)
-        for op in self.ops:
-            node = op.node
-            if op.kind == "scale":
-                factor *= op.number
-                continue
+        for i, op in reversed(list(enumerate(self.ops))):
+            node, factor = op.node, math.prod(later.number for later in self.ops[:i] if later.kind == "scale")
             if op.kind == "bias":
                 if (number := op.number * factor) != 1.0:
                     node = build(aten.mul.Tensor, node, number)
+                node = self._of_scores(build, node, op.size)
+                total = node if total is None else build(aten.add.Tensor, total, node)
             elif op.kind == "hide":
-                device, number = node.meta["val"].device, max(op.number * factor, least)
-                zero, hidden = (build(aten.scalar_tensor.default, x, dtype=dtype, device=device) for x in (0.0, number))
-                node = build(aten.where.self, node, *((zero, hidden) if op.shown else (hidden, zero)))
-            else:
-                continue
-            node = self._of_scores(build, node, op.size)
-            total = node if total is None else build(aten.add.Tensor, total, node)
+                node, number = self._of_scores(build, node, op.size), max(op.number * factor, least)
+                zero, hidden = (self._scalar(build, node, x, dtype) for x in (0.0, number))
+                added = zero if total is None else total
+                total = build(aten.where.self, node, *((added, hidden) if op.shown else (hidden, added)))
         if total is None:
             return None
         if clamped and packet(self.softmax) is aten._softmax:
@@ -610,6 +613,29 @@ class _Written:
         elif total.meta["val"].stride(-1) != 1 or any(s % 8 for s in strides[:-1]):
             total = build.copy(total)
         return total if _size(total) == shape else build(aten.expand.default, total, list(shape))
+
+    def _seeing(self, build: Builder, masks: Masks) -> fx.Node | None:
+        """Which queries see a key, to broadcast to (B, H, T, 1), where numbers take the place of scores; None for all.
+
+        The scores of a query that sees no key are the same, and have no gradient. The kernels add the number instead:
+        without that query, this comes to the same.
+        """
+        hides, seen = [op for op in self.ops if op.kind == "hide"], None
+        if not hides or (len(hides) == 1 and masks.all_see(hides[0].node, hides[0].shown)):
+            return None
+        for op in hides:
+            node = op.node if op.shown else build(aten.logical_not.default, op.node)
+            node = self._of_scores(build, node, op.size)
+            seen = node if seen is None else build(aten.logical_and.default, seen, node)
+        return build(aten.any.dim, seen, -1, True)
+
+    @staticmethod
+    def _scalar(build: Builder, like: fx.Node, number: float, dtype: torch.dtype) -> fx.Node:
+        return build(aten.scalar_tensor.default, number, dtype=dtype, device=like.meta["val"].device)
+
+    def _where(self, build: Builder, seeing: fx.Node, node: fx.Node) -> fx.Node:
+        """``node`` for the queries that see a key, zeros for others."""
+        return build(aten.where.self, seeing, node, self._scalar(build, node, 0.0, node.meta["val"].dtype))
 
     def _of_scores(self, build: Builder, node: fx.Node, given: Sequence[int]) -> fx.Node:
         """``node``, which broadcasts to the scores viewed as ``given``, as it broadcasts to (B, H, T, S)."""

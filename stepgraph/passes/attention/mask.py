@@ -84,6 +84,13 @@ class Masks:
         found = _booleans(mask)
         return self._band_of(mask, False) if found is None else self._band_of(found.visible, True)
 
+    def all_see(self, mask: fx.Node, shown: bool) -> bool:
+        """Whether the graph says that each query sees a key by the booleans ``mask`` (.., T, S), true where it does if
+        ``shown``, and where it does not otherwise."""
+        value = self._value(mask)
+        self._values.pop(mask)
+        return isinstance(value, torch.Tensor) and bool((value if shown else ~value).any(-1).all())
+
     def within(self, pairs: "Pairs") -> Band:
         """A band that holds all ``pairs``, where the graph says so: it joins a band and other conditions by `and`."""
         queue = [pairs.visible]

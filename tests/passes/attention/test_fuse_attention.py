@@ -424,6 +424,35 @@ def test_rows_hidden_whole_stay_finite():
     torch.testing.assert_close(step(batch), expected.detach(), rtol=0.02, atol=0.5)
 
 
+def filled(self, q, k, hidden, number):
+    return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, number)
+
+
+def chosen_and_biased(self, q, k, hidden, number):
+    scores = q @ k.mT * q.shape[-1] ** -0.5 + self.bias
+    return torch.where(hidden, torch.tensor(number, dtype=q.dtype), scores)
+
+
+def filled_twice(self, q, k, hidden, number):
+    return filled(self, q, k, ~self.causal, number).masked_fill(hidden, number)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("write", [filled, chosen_and_biased, filled_twice])
+def test_queries_that_see_no_key_have_no_gradient(write, dtype):
+    """Where a number takes the place of all scores of a query, keys weigh the same, and it does not learn."""
+
+    def attention(self, q, k, v):
+        hidden = (torch.arange(q.shape[2]) > 20) | (self.bias[:, :1, :, :1] > 0.5).expand(q.shape[0], -1, -1, -1)
+        return F.softmax(write(self, q, k, hidden, -40_000.0), -1) @ v
+
+    torch.manual_seed(0)
+    model, batch = Model(attention, dtype), batch_for(dtype)
+    step, report = fused(model, batch)
+    assert report.changed == 1, report.notes
+    near_to_fp64(model, batch, step)
+
+
 def scores_read(self, q, k, v):
     scores = q @ k.mT * q.shape[-1] ** -0.5
     return F.softmax(scores, -1) @ v + scores.logsumexp(-1, keepdim=True)
