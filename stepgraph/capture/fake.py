@@ -28,6 +28,10 @@ _BY_ARGUMENTS = {
     aten.leaky_relu_backward.default: ("self", "grad_output"),
     aten.threshold_backward.default: ("self", "grad_output"),
     aten.xlogy.Tensor: ("self", "other"),
+    aten.rsub.Tensor: ("other", "self"),
+    aten.copysign.Tensor: ("self", "other"),
+    aten.div.Tensor_mode: ("self", "other"),
+    aten.native_dropout_backward.default: ("grad_output", "mask"),
 }
 _LIKE = {
     aten.huber_loss.default: "self",
@@ -53,6 +57,11 @@ _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU = {
     aten.native_batch_norm.default: "input",
     aten.native_batch_norm_backward.default: "input",
 }
+
+_HALF = (torch.bfloat16, torch.float16)
+#: Pointwise without torch's tag, if not reduced; and with it, though the result lies as a copy of its first argument.
+_UNTAGGED = {aten.mish_backward.default, aten.mse_loss.default, aten.smooth_l1_loss.default}
+_COPIES = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
@@ -113,7 +122,7 @@ def _dispatch(
     if func in _VIEWS and 1 in made.shape and not compat.is_open(args[0]):
         return _viewed(mode, args[0], made)
     if not any(func in known for known in _KNOWN):
-        return made
+        return _pointwise(mode, [*args, *(kwargs or {}).values()], made) if _is_pointwise(func) else made
     first = made[0] if isinstance(made, tuple) else made
     on_cpu = func in _CONTIGUOUS_ON_CPU or func in _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU
     if first is None or (on_cpu and first.device.type != "cpu"):
@@ -133,6 +142,29 @@ def _dispatch(
     if right.stride() == first.stride():
         return made
     return (right, *made[1:]) if isinstance(made, tuple) else right
+
+
+@functools.cache
+def _is_pointwise(func: Any) -> bool:
+    tags = func.tags if isinstance(func, torch._ops.OpOverload) else ()
+    return func in _UNTAGGED or (torch.Tag.pointwise in tags and func not in _COPIES)
+
+
+def _pointwise(mode: compat.FakeTensorMode, args: Sequence[Any], made: Any) -> Any:
+    """``made`` by a pointwise operator, in its real layout: torch's fake kernels compute half precision in fp32, and go
+    by the layout of the copy that they make of an expanded argument."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if not isinstance(made, Tensor) or not any(t.dtype in _HALF and _is_expanded(t) for t in tensors):
+        return made
+    with mode:
+        operands = torch.broadcast_tensors(*tensors)
+        strides = compat.compute_elementwise_output_strides(*operands)
+        wrong = operands[0].shape == made.shape and strides != made.stride()
+        return made.new_empty_strided(made.shape, strides) if wrong else made
+
+
+def _is_expanded(x: Tensor) -> bool:
+    return any(type(stride) is int and stride == 0 for stride in x.stride())
 
 
 def _viewed(mode: compat.FakeTensorMode, x: Tensor, made: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Fake tensors have the memory layout that the real ones will have: optimizers and views go by it."""
 
+import copy
 import itertools
 
 import pytest
@@ -7,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import stepgraph
 from stepgraph.capture.fake import fake_mode
 
 aten = torch.ops.aten
 SHAPE = (6, 4)
 
 
-def laid_out(how):
-    t = torch.rand(SHAPE) * 0.8 + 0.1
+def laid_out(how, dtype=torch.float32):
+    t = (torch.rand(SHAPE) * 0.8 + 0.1).to(dtype)
     return {"rows": t, "columns": t.t().contiguous().t(), "one column": t[:, :1].expand(SHAPE)}[how]
 
 
@@ -49,14 +51,61 @@ OPERATORS = {
 }
 
 
+IN_HALF = {
+    "add": torch.add,
+    "subtract": torch.sub,
+    "subtract in turn": torch.rsub,
+    "divide and round": lambda g, x: torch.div(g, x, rounding_mode="floor"),
+    "compare": torch.gt,
+    "maximum": torch.maximum,
+    "clamp": lambda g, x: torch.clamp(g, x - 1, x),
+    "addcmul": lambda g, x: torch.addcmul(g, x, x),
+    "copysign": torch.copysign,
+    "tanh": aten.tanh_backward,
+    "sigmoid": aten.sigmoid_backward,
+    "mish": aten.mish_backward,
+    "squares": lambda g, x: aten.mse_loss(g, x, 0),
+    "fill": lambda g, x: torch.masked_fill(g, x > 0.5, 0.0),
+    "dropout": lambda g, x: aten.native_dropout_backward(g, x > 0.5, 2.0),
+    **{name: OPERATORS[name] for name in ("silu", "gelu", "where", "elu", "threshold", "xlogy, of a number")},
+}
+
+
+@pytest.mark.parametrize("name", IN_HALF)
+def test_in_half_precision_expanded_arguments_decide_as_in_eager(name):
+    """Torch's fake kernels compute in fp32, and went by the copy of an expanded argument."""
+    check_layouts(IN_HALF[name], "cpu", torch.bfloat16)
+
+
+def test_a_sum_and_a_convolution_read_the_same_rows_in_bf16():
+    """The sum of an expanded gradient and a transposed one is transposed, and is no view of rows."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.conv = nn.Linear(4, 6), nn.Conv1d(6, 6, 1)
+
+        def forward(self, x):
+            rows = self.up(x) * 2
+            return self.conv(rows.transpose(1, 2)).square().mean() + rows.sum(1).square().mean()
+
+    model = Model().bfloat16()
+    x, twin = torch.randn(3, 5, 4).bfloat16(), copy.deepcopy(model)
+    loss = model(x)
+    loss.backward()
+    step = stepgraph.capture(twin, lambda model, x: model(x), x, passes="exact")
+    assert torch.equal(step(x), loss)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_fake_results_lie_in_memory_as_real_ones(name):
     check_layouts(OPERATORS[name], "cpu")
 
 
-def check_layouts(operator, device):
+def check_layouts(operator, device, dtype=torch.float32):
     for layouts in itertools.product(("rows", "columns", "one column"), repeat=2):
-        inputs = [laid_out(how).to(device) for how in layouts]
+        inputs = [laid_out(how, dtype).to(device) for how in layouts]
         mode = fake_mode()
         with mode:
             fake = operator(*map(mode.from_tensor, inputs))
