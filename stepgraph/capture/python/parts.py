@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from stepgraph.capture.python import values
@@ -194,9 +195,12 @@ def shadows_of_class(cls: type, names: Iterable[str]) -> Iterator[Part]:
                 yield Part(where, values.ABSENT, "class", base, name, absolute=True)
 
 
+_REPLACED = (nn.Module, torch.Tensor, torch.amp.GradScaler)
+
+
 def _bases(cls: type) -> Iterator[type]:
-    """A class and its bases, without what cannot change and what is of every module."""
-    return (base for base in cls.__mro__ if not (base.__flags__ & 1 << 8 or base is nn.Module))
+    """A class and its bases, without what cannot change, and what is of every module or tensor: a trace replaces it."""
+    return (base for base in cls.__mro__ if not (base.__flags__ & 1 << 8 or base in _REPLACED))
 
 
 def parts_of_namespace(module: types.ModuleType, names: Iterable[str]) -> Iterator[Part]:

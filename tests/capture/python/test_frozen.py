@@ -537,3 +537,24 @@ def test_capture_leaves_the_class_of_modules_alone():
         stepgraph.capture(Reads(), lambda m, x: loss_fn(m, x) / (1 // 0), torch.randn(4, 6), passes="exact")
     stepgraph.capture(Reads(), loss_fn, torch.randn(4, 6), passes="exact")
     assert dict(vars(nn.Module)) == before
+
+
+class Weight(nn.Parameter):
+    pass
+
+
+class Scaler(torch.amp.GradScaler):
+    pass
+
+
+def test_capture_leaves_the_bases_of_classes_that_code_names_alone():
+    model = nn.Linear(6, 6)
+    model.weight = Weight(model.weight.detach())
+    bases = torch.Tensor, nn.Parameter, torch.amp.GradScaler
+    before = [dict(vars(base)) for base in bases]
+
+    def loss(m, x):
+        return loss_fn(m, x) * (2 if isinstance(m.weight, Weight) and not isinstance(x, Scaler) else 1)
+
+    step = stepgraph.capture(model, loss, x := torch.randn(4, 6), passes="exact")
+    assert [dict(vars(base)) for base in bases] == before and torch.equal(step(x), loss(model, x))
