@@ -207,25 +207,25 @@ class Reads:
                 self._meet(path, root)
             yield
         finally:
-            self._is_noted = False
-            inside.close()
-            environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
-            for module in self._modules.values():
-                if type(module) is values.NotedModule:
-                    module.__class__ = ModuleType
-            for cls, before in self._noting.items():
-                if before is None:
-                    del cls.__getattribute__
-                else:
-                    cls.__getattribute__ = before
-            self._noting.clear()
-            self._found += self._changes()
-            for change in self._found:
-                if not change.of_model or change.key is None:
-                    change.put(change.old)
-            for cache, size in self._caches:
-                if cache.cache_info().currsize > size:  # what it holds may be of the trace
-                    cache.cache_clear()
+            with inside:  # what it replaces in torch.Tensor, which may be met, is not a change
+                self._is_noted = False
+                environment.__getitem__, environment.__iter__, environment.__len__ = variable, names, size
+                for module in self._modules.values():
+                    if type(module) is values.NotedModule:
+                        module.__class__ = ModuleType
+                for cls, before in self._noting.items():
+                    if before is None:
+                        del cls.__getattribute__
+                    else:
+                        cls.__getattribute__ = before
+                self._noting.clear()
+                self._found += self._changes()
+                for change in self._found:
+                    if not change.of_model or change.key is None:
+                        change.put(change.old)
+                for cache, size in self._caches:
+                    if cache.cache_info().currsize > size:  # what it holds may be of the trace
+                        cache.cache_clear()
 
     def module_with(self, of: Any) -> tuple[str, nn.Module] | None:
         """The outermost module outside the model that holds ``of``, a tensor or a dictionary, and its path."""
@@ -340,7 +340,7 @@ class Reads:
         read = getattr(torch.Tensor, name)
 
         def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if compat.is_fake(tensor) or threading.get_ident() != self._thread:
+            if not self._is_noted or compat.is_fake(tensor) or threading.get_ident() != self._thread:
                 return read(tensor, *args, **kwargs)
             self.read.append(tensor)
             with compat.without_modes():

@@ -483,6 +483,14 @@ class MayDispatch(nn.Module):
         return (x + self.weight.square()).sum()
 
 
+def test_methods_of_tensors_are_torchs_after_a_trace_that_meets_their_class():
+    """They stayed as they are during a trace: each tensor that was read was kept for good, and later traces hung."""
+    before = dict(vars(torch.Tensor))
+    model = MayDispatch()
+    stepgraph.capture(model, lambda model, x: model(x), torch.ones(3), passes="exact")
+    assert dict(vars(torch.Tensor)) == before
+
+
 @pytest.mark.filterwarnings("error:.*captured again")
 def test_operators_in_tables_are_compared_by_identity():
     """torch's operators note how they were dispatched."""
