@@ -130,7 +130,8 @@ def _dispatch(
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
     with mode:
         if func in _BY_ARGUMENTS:
-            operands = torch.broadcast_tensors(*(given[name] for name in _BY_ARGUMENTS[func]))
+            operands = (given[name] for name in _BY_ARGUMENTS[func])
+            operands = torch.broadcast_tensors(*(x for x in operands if isinstance(x, Tensor)))
             strides = compat.compute_elementwise_output_strides(*operands)
         elif func in _CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU:
             like = given[_CHANNELS_LAST_OR_CONTIGUOUS_ON_CPU[func]]
@@ -146,15 +147,17 @@ def _dispatch(
 
 @functools.cache
 def _is_pointwise(func: Any) -> bool:
-    tags = func.tags if isinstance(func, torch._ops.OpOverload) else ()
-    return func in _UNTAGGED or (torch.Tag.pointwise in tags and func not in _COPIES)
+    if not isinstance(func, torch._ops.OpOverload) or func._schema.is_mutable or func in _COPIES:
+        return False
+    return func in _UNTAGGED or torch.Tag.pointwise in func.tags
 
 
 def _pointwise(mode: compat.FakeTensorMode, args: Sequence[Any], made: Any) -> Any:
     """``made`` by a pointwise operator, in its real layout: torch's fake kernels compute half precision in fp32, and go
     by the layout of the copy that they make of an expanded argument."""
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if not isinstance(made, Tensor) or not any(t.dtype in _HALF and _is_expanded(t) for t in tensors):
+    expanded = len(tensors) > 1 and any(t.dtype in _HALF and _is_expanded(t) for t in tensors)
+    if not isinstance(made, Tensor) or not expanded:
         return made
     with mode:
         operands = torch.broadcast_tensors(*tensors)
