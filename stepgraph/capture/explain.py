@@ -18,7 +18,7 @@ from stepgraph.graph.facts import is_random
 #: What torch says, or which of its operators fails -> what to do.
 _FIXES = (
     (
-        r"[Nn]ested|jagged",
+        r"[Nn]ested|jagged|self.shape_env must not be None",
         "keep rows of unequal length in one padded tensor with a mask, or a flat one with offsets; "
         "nn.TransformerEncoder takes enable_nested_tensor=False",
     ),
@@ -29,6 +29,7 @@ _FIXES = (
     (r"selective activation", "eager refuses that too: let its policy recompute what is written in place"),
     (r"_unique|nonzero|masked_select", "use torch.where or masks"),
     (r"deepcopy", "copy it by clone()"),
+    (r"new Tensor subclass", "use plain tensors: as_subclass takes none of a trace"),
     (r"fabric\.backward", "capture model.module and optimizer.optimizer, and use torch.autocast in the loss function"),
 )
 _CHOICES = (torch.ops.aten.topk.default, torch.ops.aten.argmax.default)

@@ -182,6 +182,21 @@ def test_what_torch_says_gets_a_place():
     assert re.search(r"cannot capture layers.1 at .*test_errors.py:\d+: RuntimeError: .*custom_op", message)
 
 
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 1, 3])).values(), "one padded tensor"),
+        (lambda x: x.as_subclass(Marked), "use plain tensors"),
+    ],
+)
+def test_tensors_that_a_trace_does_not_make(make, fix):
+    assert fix in refuse(lambda self, x: make(x), error=RuntimeError)
+
+
 def test_what_python_says_keeps_its_type():
     with pytest.raises(KeyError) as caught:
         stepgraph.capture(Model(lambda self, x: {}["name"]), loss_fn, torch.randn(3, 4), passes="exact")
