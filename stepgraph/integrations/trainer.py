@@ -156,6 +156,11 @@ class GraphTrainer(Trainer, metaclass=_StepOfTrainer):
                 f"{args.n_gpu} GPUs in one process ({args.parallel_mode.value}): start one process for each, with "
                 "torchrun --nproc-per-node, or one alone with CUDA_VISIBLE_DEVICES=0"
             )
+        if getattr(args, "use_adaptive_entropy", False):
+            raise ValueError(
+                "use_adaptive_entropy=True changes the loss by entropies that Python reads, which no graph can follow; "
+                "drop it and set entropy_coef"
+            )
         offloading = getattr(self, "maybe_activation_offload_context", None)
         if offloading is not None and not isinstance(offloading, contextlib.nullcontext):
             raise ValueError(

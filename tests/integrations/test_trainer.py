@@ -176,6 +176,7 @@ def test_default_passes_train_as_well(tmp_path):
     [
         ({"fp16": True}, "use bf16=True"),
         ({"torch_compile": True, "torch_compile_backend": "eager"}, "drop torch_compile"),
+        ({"use_adaptive_entropy": True}, "drop it and set entropy_coef"),
         ({"debug": ["underflow_overflow"]}, "debug='underflow_overflow'.*drop it"),
     ],
 )
