@@ -99,7 +99,10 @@ def check_collectives(model: nn.Module, program: StepProgram, facts: Facts) -> N
 
 def collectives_of(program: StepProgram) -> dict[Group, list[Entry]]:
     """What each group of ranks communicates in a step of ``program``, in order."""
-    entries = {name: [*filter(None, map(_issued, step.graph.nodes))] for name, step in program.graphs.items()}
+    entries = {
+        name: [*filter(None, (_issued(node, step.axes) for node in step.graph.nodes))]
+        for name, step in program.graphs.items()
+    }
     found: dict[Group, list[Entry]] = defaultdict(list)
     for call in program.schedule:
         for group, entry in entries[call.graph]:
@@ -107,18 +110,20 @@ def collectives_of(program: StepProgram) -> dict[Group, list[Entry]]:
     return dict(found)
 
 
-def _issued(node: fx.Node) -> tuple[Group, Entry] | None:
-    """What ``node`` communicates, and with whom; None where it communicates nothing."""
+def _issued(node: fx.Node, axes: Mapping[str, str]) -> tuple[Group, Entry] | None:
+    """What ``node`` communicates, and with whom; None where it communicates nothing. ``axes``: of the graph's names of
+    groups, which differ from rank to rank where ranks have named other groups before."""
     found, message = operator_of(node), node.target in (SEND, RECV)
     if not message and (found is None or found.stage not in ("begin", "joined")):
         return None
     name, at = group_of(node), provenance(node)
+    axis = axes.get(name, name)
     ranks = tuple(dist.get_process_group_ranks(compat.process_group(name)))
     if message:
         ends = dist.get_rank(), ranks[argument(node, "peer")]
         value = node.args[0] if node.target is SEND else node
         ends = ends if node.target is SEND else ends[::-1]
-        return Group(f"messages of {name}", ends), Entry(f"{_form(value.meta['val'])} from rank {ends[0]} to {ends[1]}")
+        return Group(f"messages of {axis}", ends), Entry(f"{_form(value.meta['val'])} from rank {ends[0]} to {ends[1]}")
     role = role_of(node)
     what = f" of {', '.join(role.parameters)}" if role and role.parameters else ""
     # The parts of an uneven exchange have the sizes that each rank chooses.
@@ -126,7 +131,7 @@ def _issued(node: fx.Node) -> tuple[Group, Entry] | None:
     forms = ", ".join(_form(source.meta["val"], uneven) for source in node.all_input_nodes)
     words = "".join(f" {arg}" for arg in node.args if isinstance(arg, str) and arg != name)
     form = f"{found.kind}{words} {forms}{what}"
-    return Group(f"collectives of {name}", ranks), Entry(form, f"{at.phase} of {at.place}" if at else "")
+    return Group(f"collectives of {axis}", ranks), Entry(form, f"{at.phase} of {at.place}" if at else "")
 
 
 def _form(tensor: torch.Tensor, uneven: bool = False) -> str:

@@ -77,6 +77,9 @@ def _lengths() -> None:
     for rows in (2, 4 if other else 2, 2, 6):  # only parameters and gradients travel
         step(torch.ones(rows, 4))
     mesh = make_mesh("tp=2")
+    spare = dist.new_group()
+    if other:  # whose graphs then call their group tp.1
+        assert compat.name_group(spare, "tp") == "tp"
     model, loss_fn = parallel_model(mesh), next_token_loss(mesh)
     batches = [own_batch(mesh, 0, rows) for rows in (1, 2, 3)]
     step = stepgraph.capture(model, loss_fn, batches[0], passes="exact")
@@ -105,7 +108,7 @@ def _stages() -> None:
     parallelize(model, mesh, pipeline=plan_pipeline(model, loss_fn, own_batch(mesh, 0, 1), mesh))
     held = torch.optim.SGD([param for param in model.parameters() if not param.is_meta])
     make = partial(stepgraph.capture, model, loss_fn, batch, held, passes="exact")
-    with pytest.raises(ValueError, match=r"number 1 of the messages of pp.up is float.*; they differ in accumulate;"):
+    with pytest.raises(ValueError, match=r"number 1 of the messages of pp is float.*; they differ in accumulate;"):
         make(accumulate=2 if other else 4)
     make(accumulate=2)(batch)
 
