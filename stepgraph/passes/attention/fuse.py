@@ -71,6 +71,10 @@ def fuse_attention(step: StepGraph, options: AttentionOptions, report: PassRepor
     aliases = Aliases(step.graph)
     matches = [(node.name, found) for node in softmaxes if (found := _match(node, aliases)) is not None]
     flex, counts = FlexNodes(step, Masks(step.graph)), dict.fromkeys(("cudnn", "efficient", "flex"), 0)
+    for _, found in matches:  # before any is rewritten: a mask may depend on the attention before
+        if isinstance(found, _Written):
+            hides = [op for op in found.ops if op.kind == "hide"]
+            found.all_see = not hides or (len(hides) == 1 and flex.masks.all_see(hides[0].node, hides[0].shown))
     for name, found in matches:
         reason = found if isinstance(found, str) else found.backend(options)
         if isinstance(found, _Written) and reason in counts:
@@ -333,6 +337,8 @@ class _Written:
     dsink: fx.Node | None = None
     first: fx.Node | None = None
     dbias: list[tuple[fx.Node, fx.Node, float, bool]] = field(default_factory=list)
+    #: Whether each query is known to see a key.
+    all_see: bool = False
     #: What the kernels read: queries, keys and values; the numbers that they are multiplied with before the products;
     #: whether the keys are (D, S).
     inputs: tuple[fx.Node, ...] = ()
@@ -510,7 +516,7 @@ class _Written:
             if isinstance(seen, str):
                 return f"{seen}, and only FlexAttention takes its soft cap or sink"
         q, *rest = self._laid_out(build)
-        seeing = self._seeing(build, flex.masks)
+        seeing = None if self.all_see else self._seeing(build)
         inputs = [q if seeing is None else self._where(build, seeing, q), *rest]
         saves = self.dout is not None
         if backend == "flex":
@@ -614,16 +620,14 @@ class _Written:
             total = build.copy(total)
         return total if _size(total) == shape else build(aten.expand.default, total, list(shape))
 
-    def _seeing(self, build: Builder, masks: Masks) -> fx.Node | None:
-        """Which queries see a key, to broadcast to (B, H, T, 1), where numbers take the place of scores; None for all.
+    def _seeing(self, build: Builder) -> fx.Node:
+        """Which queries see a key, to broadcast to (B, H, T, 1), where numbers take the place of scores.
 
         The scores of a query that sees no key are the same, and have no gradient. The kernels add the number instead:
         without that query, this comes to the same.
         """
-        hides, seen = [op for op in self.ops if op.kind == "hide"], None
-        if not hides or (len(hides) == 1 and masks.all_see(hides[0].node, hides[0].shown)):
-            return None
-        for op in hides:
+        seen = None
+        for op in (op for op in self.ops if op.kind == "hide"):
             node = op.node if op.shown else build(aten.logical_not.default, op.node)
             node = self._of_scores(build, node, op.size)
             seen = node if seen is None else build(aten.logical_and.default, seen, node)

@@ -64,7 +64,8 @@ class Masks:
     def __init__(self, graph: fx.Graph):
         self._aliases = Aliases(graph)
         self._values: dict[fx.Node, torch.Tensor | str] = {}
-        self._bands: dict[fx.Node, Band | str] = {}
+        self._bands: dict[tuple[fx.Node, bool], Band | str] = {}
+        self._all_see: dict[tuple[fx.Node, bool], bool] = {}
 
     def seen(self, attention: fx.Node) -> "Band | Pairs | str":
         """The keys that each query of the node ``attention`` sees, by its mask or ``is_causal``, or why they are not
@@ -87,9 +88,11 @@ class Masks:
     def all_see(self, mask: fx.Node, shown: bool) -> bool:
         """Whether the graph says that each query sees a key by the booleans ``mask`` (.., T, S), true where it does if
         ``shown``, and where it does not otherwise."""
-        value = self._value(mask)
-        self._values.pop(mask)
-        return isinstance(value, torch.Tensor) and bool((value if shown else ~value).any(-1).all())
+        if (mask, shown) not in self._all_see:
+            value = self._value(mask)
+            self._all_see[mask, shown] = isinstance(value, torch.Tensor) and bool((value == shown).any(-1).all())
+            self._values.pop(mask)
+        return self._all_see[mask, shown]
 
     def within(self, pairs: "Pairs") -> Band:
         """A band that holds all ``pairs``, where the graph says so: it joins a band and other conditions by `and`."""
@@ -121,11 +124,18 @@ class Masks:
 
     def _value(self, node: fx.Node) -> torch.Tensor | str:
         """What ``node`` is in every step, or why that is not known."""
-        if node not in self._values:
-            self._values[node] = self._evaluate(node)
+        path = [node]  # no recursion: a mask may depend on activations of a deep model
+        while path:
+            found = self._values.get(path[-1])
+            found = self._evaluate(path[-1]) if found is None else found
+            if isinstance(found, fx.Node):
+                path.append(found)
+            else:
+                self._values[path.pop()] = found
         return self._values[node]
 
-    def _evaluate(self, node: fx.Node) -> torch.Tensor | str:
+    def _evaluate(self, node: fx.Node) -> torch.Tensor | str | fx.Node:
+        """What ``node`` is in every step, why that is not known, or a node that comes first."""
         if (held := literal(node)) is not None:
             return held.cpu()
         value = node.meta.get("val")
@@ -133,10 +143,10 @@ class Masks:
             return f"its mask depends on {node.name}"
         if self._aliases.writes.get(self._aliases.root(node)):
             return f"its mask depends on {node.name}, which is written to"
-        inputs = {source: self._value(source) for source in node.all_input_nodes}
-        for found in inputs.values():
-            if isinstance(found, str):
+        for source in node.all_input_nodes:
+            if not isinstance(found := self._values.get(source, source), torch.Tensor):
                 return found
+        inputs = {source: self._values[source] for source in node.all_input_nodes}
         sizes = [1 if stride == 0 else size for size, stride in zip(value.shape, value.stride(), strict=True)]
         most = _MAX_OF_HEADS if len(sizes) > 2 and sizes[-3] > 1 and min(sizes[-2:]) > 1 else MAX_ELEMENTS
         if math.prod(sizes) > most:

@@ -14,6 +14,7 @@ from torch import nn
 
 import stepgraph
 from stepgraph.passes import StepOptions, chosen, get
+from stepgraph.passes.attention.mask import Masks
 from stepgraph.passes.attention.nodes import BACKWARD
 
 aten = torch.ops.aten
@@ -451,6 +452,32 @@ def test_queries_that_see_no_key_have_no_gradient(write, dtype):
     step, report = fused(model, batch)
     assert report.changed == 1, report.notes
     near_to_fp64(model, batch, step)
+
+
+def test_a_mask_may_depend_on_the_attention_before_and_on_a_deep_model():
+    def attention(self, q, k, v):
+        deep = (filled(self, q, k, ~self.causal, -40_000.0).softmax(-1) @ v).float().mean((1, 3))
+        for _ in range(400):
+            deep = deep + 0.01
+        return filled(self, q, k, (deep > 4.0)[:, None, :, None], -40_000.0).softmax(-1) @ v
+
+    torch.manual_seed(0)
+    model, batch = Model(attention), batch_for()
+    step, report = fused(model, batch)
+    assert report.changed == 2, report.notes
+    near_to_fp64(model, batch, step)
+
+
+def test_a_mask_that_attentions_share_is_looked_at_once(monkeypatch):
+    def attention(self, q, k, v):
+        hidden = torch.ones(self.causal.shape).triu(1).bool()
+        v = filled(self, q, k, hidden, -40_000.0).softmax(-1) @ v
+        return filled(self, k, q, hidden, -40_000.0).softmax(-1) @ v.sin()
+
+    found, evaluate = [], Masks._evaluate
+    monkeypatch.setattr(Masks, "_evaluate", lambda masks, node: found.append(node.name) or evaluate(masks, node))
+    fused(Model(attention), batch_for())
+    assert max(map(found.count, found)) == 2, found  # before its inputs and after them
 
 
 def scores_read(self, q, k, v):
