@@ -507,7 +507,8 @@ class _Written:
         """Replace it with the kernels of ``backend``; why not, if the graph shows an obstacle only now."""
         (a, b, d), dtype = self.numbers, self.inputs[0].meta["val"].dtype
         build = Builder(self.out, before=self.out)
-        bias = self._bias(build, dtype, clamped=backend != "flex")
+        seeing = None if self.all_see else self._seeing(build)
+        bias = self._bias(build, dtype, seeing, clamped=backend != "flex")
         at = next((i for i, op in enumerate(self.ops) if op.kind == "tanh"), -1)
         scale = self.scale
         if backend == "flex":
@@ -516,7 +517,6 @@ class _Written:
             if isinstance(seen, str):
                 return f"{seen}, and only FlexAttention takes its soft cap or sink"
         q, *rest = self._laid_out(build)
-        seeing = None if self.all_see else self._seeing(build)
         inputs = [q if seeing is None else self._where(build, seeing, q), *rest]
         saves = self.dout is not None
         if backend == "flex":
@@ -590,8 +590,12 @@ class _Written:
             made.append(new)
         return made
 
-    def _bias(self, build: Builder, dtype: torch.dtype, *, clamped: bool) -> fx.Node | None:
-        """All that is added to the scores, (B, H, T, S) in ``dtype``; None for nothing."""
+    def _bias(self, build: Builder, dtype: torch.dtype, seeing: fx.Node | None, *, clamped: bool) -> fx.Node | None:
+        """All that is added to the scores, (B, H, T, S) in ``dtype``; None for nothing.
+
+        The largest is 0 for queries that see no key. Kernels keep a row's maximum plus the logarithm of its sum in fp32
+        for the backward, where a number such as -1e30 would absorb the logarithm.
+        """
         shape, total = torch.Size(self.shape), None
         least = max(_LEAST, torch.finfo(dtype).min)
         for i, op in reversed(list(enumerate(self.ops))):
@@ -610,6 +614,9 @@ class _Written:
             return None
         if clamped and packet(self.softmax) is aten._softmax:
             total = build(aten.clamp.default, total, least)
+        if clamped and seeing is not None:
+            most = build(aten.amax.default, total, [-1], True)
+            total = build(aten.where.self, seeing, total, build(aten.sub.Tensor, total, most))
         total = build.cast(total, dtype)
         size, strides = torch.Size((*_size(total)[:-1], shape[-1])), total.meta["val"].stride()
         total = build(aten.expand.default, total, list(size)) if _size(total) != size else total

@@ -24,9 +24,9 @@ BF16 = torch.bfloat16
 SHAPE = 2, 2, 32, 16  # batch, heads, tokens, channels
 
 
-def weights_of(q, k, bias, scale):
+def scores_of(q, k, bias, scale):
     scores = scale * (q.float() @ k.float().mT)
-    return torch.softmax(scores if bias is None else scores + bias.float(), -1)
+    return scores if bias is None else scores + bias.float()
 
 
 def laid_out(op, results, *args, **kwargs):
@@ -43,15 +43,16 @@ def laid_out(op, results, *args, **kwargs):
 
 def forward_of(op):
     def run(q, k, v, bias, *rest, scale=None):
-        return laid_out(op, [weights_of(q, k, bias, scale) @ v.float()], q, k, v, bias, *rest, scale=scale)
+        return laid_out(op, [scores_of(q, k, bias, scale).softmax(-1) @ v.float()], q, k, v, bias, *rest, scale=scale)
 
     return run
 
 
 def gradients_of(q, k, v, bias, *, dy, scale):
-    weights, dy = weights_of(q, k, bias, scale), dy.float()
-    slope = dy @ v.float().mT
-    slope = weights * (slope - (slope * weights).sum(-1, keepdim=True))
+    """The kernels keep the logarithm of each row's sum in fp32, and make the weights of it again."""
+    scores, dy = scores_of(q, k, bias, scale), dy.float()
+    weights, slope = (scores - scores.logsumexp(-1, keepdim=True)).exp(), dy @ v.float().mT
+    slope = weights * (slope - (slope * scores.softmax(-1)).sum(-1, keepdim=True))
     return scale * (slope @ k.float()), scale * (slope.mT @ q.float()), weights.mT @ dy, slope
 
 
@@ -445,7 +446,8 @@ def test_queries_that_see_no_key_have_no_gradient(write, dtype):
 
     def attention(self, q, k, v):
         hidden = (torch.arange(q.shape[2]) > 20) | (self.bias[:, :1, :, :1] > 0.5).expand(q.shape[0], -1, -1, -1)
-        return F.softmax(write(self, q, k, hidden, -40_000.0), -1) @ v
+        number = torch.finfo(dtype).min if dtype == BF16 else -40_000.0
+        return F.softmax(write(self, q, k, hidden, number), -1) @ v
 
     torch.manual_seed(0)
     model, batch = Model(attention, dtype), batch_for(dtype)
