@@ -22,14 +22,16 @@ Inductor drops a cast that a wider one follows, and computes in float32 what is 
 value before it is rounded. ``x.bfloat16().float() - x`` was 0, a compensated sum lost its compensation, and values
 compared unequal to what they were rounded to. It keeps arithmetic on bits. Before -> after: ``c = cast(x, bfloat16);
 cast(c, float32)`` -> ``c = cast(x, bfloat16); r = view(view(c, int16) | 0, bfloat16); cast(r, float32)``; likewise a
-half value that is stored in an input and read again; what ``isinf``, ``floor``, a cast to integers and the like read;
-and the operands of a comparison, whose literal eager rounds too.
+half value that is stored in an input and read again; and what operators read whose results jump, such as ``isinf``,
+``floor``, comparisons, indices of ``max`` and casts to integers, with all that computes it element by element, in other
+pieces too: in ``(x.bfloat16() - 3).sign()`` the cast is rounded as well as the difference. Literals of comparisons are
+rounded as eager does.
 """
 
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,7 +41,7 @@ from torch import fx
 from stepgraph import compat
 from stepgraph.errors import unknown_name
 from stepgraph.graph.aliases import Aliases, written_arguments
-from stepgraph.graph.facts import is_mutating, is_view, packet
+from stepgraph.graph.facts import is_mutating, is_pointwise, is_view, packet
 from stepgraph.inductor.library import Compiled, Function, Use, compiled_once, is_compiled, note
 
 aten = torch.ops.aten
@@ -104,33 +106,82 @@ def _call(graph: fx.Graph, target: Any, operand: fx.Node, *args: Any, **kwargs: 
     return node
 
 
-_HALF, _WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
-_COMPARISONS = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
+_HALF = (torch.bfloat16, torch.float16)
+#: Operators that round their literals too, as comparisons do.
+_LITERALS = ("eq", "ne", "ge", "gt", "le", "lt", "fmod", "remainder")
+_LITERALS += ("hardshrink", "hardshrink_backward", "softshrink_backward")
 #: Operators whose results jump: the smallest difference of what they read may give another number.
-_JUMPS = (aten.argmax, aten.argmin, aten.ceil, aten.floor, aten.isinf, aten.max, aten.min, aten.round, aten.sign)
-_JUMPS += (aten.sort, aten.trunc)
+_JUMPS = frozenset(
+    (
+        *_LITERALS,
+        *("all", "any", "argmax", "argmin", "atan2", "bernoulli", "bucketize", "ceil", "copysign", "count_nonzero"),
+        *("adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool2d_with_indices", "max_pool3d_with_indices"),
+        *("cummax", "cummin", "fake_quantize_per_tensor_affine_cachemask", "floor", "floor_divide", "frac", "frexp"),
+        *("elu_backward", "hardsigmoid_backward", "hardswish_backward", "hardtanh_backward", "leaky_relu_backward"),
+        *("heaviside", "histc", "isin", "isinf", "isnan", "isneginf", "isposinf", "kthvalue", "logical_and"),
+        *("logical_not", "logical_or", "logical_xor", "max", "median", "min", "mode", "nan_to_num", "nonzero"),
+        *("nonzero_static", "round", "searchsorted", "sgn", "sign", "signbit", "sort", "threshold"),
+        *("threshold_backward", "topk", "trunc"),
+    )
+)
+#: Operators that move elements or choose among them.
+_MOVES = frozenset(
+    (
+        *("amax", "amin", "cat", "clone", "constant_pad_nd", "copy", "flip", "gather", "index", "index_put"),
+        *("index_select", "masked_fill", "maximum", "minimum", "neg", "repeat", "roll", "select_scatter"),
+        *("slice_scatter", "stack", "where"),
+    )
+)
 
 
-def keep_rounding(graph: fx.Graph) -> None:
-    """Round values of half precision in ``graph`` where a reader's result depends on the rounding."""
-    for node in [n for n in graph.nodes if n.op == "call_function" and _dtype(n)]:
-        to_integers = packet(node) is aten._to_copy and not _dtype(node).is_floating_point
-        if to_integers or packet(node) in (*_COMPARISONS, *_JUMPS):
-            _round_operands(graph, node)
-            continue
+def readers_of_rounded(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of ``graph`` whose result jumps, and those that compute by element what these read."""
+    made, aliases = list(graph.nodes), Aliases(graph)
+    found = set(filter(_jumps, made))
+    for node in filter(found.__contains__, reversed(made)):
+        roots = set(map(aliases.root, node.all_input_nodes))
+        writes = (made[i] for root in roots for i in aliases.writes.get(root, ()))
+        found.update(filter(_is_by_element, (*roots, *writes)))
+    return found
+
+
+def keep_rounding(graph: fx.Graph, exact: Collection[fx.Node] | None = None) -> None:
+    """Round values of half precision in ``graph`` where a reader's result depends on the rounding. ``exact``: the nodes
+    that read rounded values; by default those of `readers_of_rounded`."""
+    aliases, nodes = Aliases(graph), [n for n in graph.nodes if n.op == "call_function" and _dtype(n)]
+    exact = readers_of_rounded(graph) if exact is None else exact
+    for node in filter(exact.__contains__, nodes):
+        _round_operands(graph, node, aliases)
+    for node in nodes:
         one = isinstance(node.meta["val"], torch.Tensor)
         readers = [user for user in node.users if one and not _stores(user, node)]
         if readers and (_is_narrowed(node) or _is_stored(node)):
             with graph.inserting_before(node.next):
-                rounded = _rounded(graph, node, node.meta["val"].dtype)
+                rounded = _rounded(graph, node)
             for user in readers:
                 user.replace_input_with(node, rounded)
 
 
+def _name(node: fx.Node) -> str:
+    return getattr(packet(node), "__name__", "").removesuffix("_")
+
+
+def _jumps(node: fx.Node) -> bool:
+    """Whether the result of ``node`` is no continuous function of what it reads."""
+    if packet(node) is aten._to_copy or node.target is aten.view.dtype:
+        return not _dtype(node).is_floating_point
+    return _name(node) in _JUMPS or node.kwargs.get("rounding_mode") is not None
+
+
+def _is_by_element(node: fx.Node) -> bool:
+    """Whether each element of the result follows from single elements of what ``node`` reads."""
+    return node.target is operator.getitem or is_pointwise(node) or _name(node) in _MOVES
+
+
 def _stores(user: fx.Node, node: fx.Node) -> bool:
-    """Whether ``user`` writes into ``node``, or stores it unchanged."""
+    """Whether ``user`` writes into ``node``, stores it unchanged, or reads its bits."""
     copied = packet(user) is aten.copy_ and user.meta["val"].dtype == node.meta["val"].dtype
-    return copied or user.op == "output" or node in _written(user)
+    return copied or user.target is aten.view.dtype or user.op == "output" or node in _written(user)
 
 
 def _is_narrowed(node: fx.Node) -> bool:
@@ -144,7 +195,7 @@ def _is_narrowed(node: fx.Node) -> bool:
 def _holds(node: fx.Node, dtype: torch.dtype) -> bool:
     """Whether a value can hold floating-point numbers that ``dtype`` cannot."""
     value = node.meta.get("val")
-    floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+    floats = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1  # not fp8
     return floats and torch.promote_types(value.dtype, dtype) != dtype
 
 
@@ -171,17 +222,24 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _round_operands(graph: fx.Graph, node: fx.Node) -> None:
-    """Give ``node`` its half-precision inputs, also those that were cast since, as eager rounds them."""
-    if packet(node) in _COMPARISONS and not isinstance(node.args[1], fx.Node) and _dtype(node.args[0]) in _HALF:
-        node.update_arg(1, torch.tensor(node.args[1], dtype=_dtype(node.args[0])).item())
-    for operand in node.all_input_nodes:
-        source = operand
-        while (is_view(source) or packet(source) is aten._to_copy) and _dtype(source) in _WIDE:
-            source = source.args[0]
-        if source.op != "placeholder" and _dtype(source) in _HALF:
-            with graph.inserting_before(node):
-                node.replace_input_with(operand, _rounded(graph, operand, _dtype(source)))
+def _round_operands(graph: fx.Graph, node: fx.Node, aliases: Aliases) -> None:
+    """Let ``node`` read its half-precision inputs as eager rounds them."""
+    dtype = _dtype(node.all_input_nodes[0])
+    if _name(node) in _LITERALS and dtype in _HALF:
+        numbers = (torch.tensor(a, dtype=dtype).item() if isinstance(a, int | float) else a for a in node.args)
+        node.args = tuple(numbers)
+    for operand in () if is_view(node) or node.target is operator.getitem else node.all_input_nodes:
+        root = aliases.root(operand)
+        is_exact = root.op == "placeholder" or _name(root) in _MOVES
+        is_exact = is_exact and not aliases.written_between(root, -1, aliases.position[node])
+        if is_exact or _dtype(operand) not in _HALF:
+            continue
+        with graph.inserting_before(node):
+            rounded = _rounded(graph, operand)
+            if operand not in _written(node):
+                node.replace_input_with(operand, rounded)
+            elif packet(node) is not aten.copy_:
+                graph.call_function(aten.copy_.default, (operand, rounded)).meta["val"] = operand.meta["val"]
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
@@ -190,13 +248,11 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return getattr(value[0] if isinstance(value, (list, tuple)) and value else value, "dtype", None)
 
 
-def _rounded(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """``node`` rounded to ``dtype``: a new node, where the caller inserts nodes."""
-    given = node.meta["val"].dtype
-    node = node if given == dtype else _call(graph, aten._to_copy.default, node, dtype=dtype)
+def _rounded(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """``node`` as it is stored: a new node, where the caller inserts nodes."""
+    dtype = node.meta["val"].dtype
     bits = _call(graph, aten.view.dtype, node, torch.int16 if dtype.itemsize == 2 else torch.int32)
-    node = _call(graph, aten.view.dtype, _call(graph, aten.bitwise_or.Scalar, bits, 0), dtype)
-    return node if given == dtype else _call(graph, aten._to_copy.default, node, dtype=given)
+    return _call(graph, aten.view.dtype, _call(graph, aten.bitwise_or.Scalar, bits, 0), dtype)
 
 
 KEY = "stepgraph_region"
@@ -301,14 +357,15 @@ def compile_pieces(
     work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]] = {}
     called: dict[fx.Node, str] = {}  # by a piece's first node
     starts: dict[fx.Node, Piece] = {}
+    exact = readers_of_rounded(module.graph)
     for piece in pieces:
         for name, _ in piece.region.options:
             if name not in known:
                 raise unknown_name(f"option of Inductor (region {piece.region.id})", name, known)
-        key = structure(piece)
+        key = structure(piece, exact)
         if key not in distinct:
             distinct[key] = f"{piece.region.kind}_{len(distinct)}"
-            work[key] = _extract(piece), config | dict(piece.region.options)
+            work[key] = _extract(piece, exact), config | dict(piece.region.options)
         starts[piece.nodes[0]] = piece
         called[piece.nodes[0]] = distinct[key]
     made: dict[tuple, tuple[Compiled, Use]] = {}
@@ -339,8 +396,9 @@ def _order(work: dict[tuple, tuple[fx.GraphModule, dict[str, Any]]], helpers: He
 
 def note_pieces(pieces: Sequence[Piece], config: dict[str, Any]) -> None:
     """Let the pieces of the next length be compiled for any length, though these are not compiled."""
-    for piece in {structure(piece): piece for piece in pieces}.values():
-        note(_extract(piece), config | dict(piece.region.options))
+    exact = readers_of_rounded(pieces[0].nodes[0].graph) if pieces else ()
+    for piece in {structure(piece, exact): piece for piece in pieces}.values():
+        note(_extract(piece, exact), config | dict(piece.region.options))
 
 
 @dataclass(frozen=True)
@@ -388,14 +446,15 @@ def nodes_of(node: fx.Node) -> tuple[str, ...]:
     return node.meta.get(_NODES, (node.name,))
 
 
-def structure(piece: Piece) -> tuple:
-    """A key that is equal for two pieces exactly if one compiled function serves both."""
+def structure(piece: Piece, exact: Collection[fx.Node] = ()) -> tuple:
+    """A key that is equal for two pieces exactly if one compiled function serves both. ``exact``: the nodes that read
+    rounded values."""
     names = {node: f"%{i}" for i, node in enumerate([*piece.inputs, *piece.nodes])}
     return (
         piece.region.kind,
         piece.region.options,
         tuple(_form(node.meta["val"]) for node in piece.inputs),
-        tuple((node.target, _canonical((node.args, node.kwargs), names)) for node in piece.nodes),
+        tuple((node.target, node in exact, _canonical((node.args, node.kwargs), names)) for node in piece.nodes),
         tuple(names[node] for node in piece.outputs),
     )
 
@@ -432,7 +491,7 @@ def _subgraph(node: fx.Node) -> fx.GraphModule | None:
     return value if isinstance(value, fx.GraphModule) else None
 
 
-def _extract(piece: Piece) -> fx.GraphModule:
+def _extract(piece: Piece, exact: Collection[fx.Node] = ()) -> fx.GraphModule:
     """The piece as a module of its own. Its names do not depend on where in the model it was: they are part of the
     key of Inductor's cache on disk."""
     graph, attributes = fx.Graph(), {}
@@ -454,9 +513,9 @@ def _extract(piece: Piece) -> fx.GraphModule:
         copies[node].meta = {key: node.meta[key] for key in ("val",) if key in node.meta}
     outputs = tuple(copies[node] for node in piece.outputs)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
+    keep_rounding(graph, {copies[node] for node in piece.nodes if node in exact})
     _reshape(graph)
     write_arguments(graph)
-    keep_rounding(graph)
     return compat.lazy_graph_module(attributes, graph)
 
 

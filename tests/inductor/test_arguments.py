@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import stepgraph
-from stepgraph.inductor.regional import WRITTEN, keep_rounding, write_arguments
+from stepgraph.inductor.regional import WRITTEN, Piece, Region, compile_pieces, keep_rounding, write_arguments
 
 aten = torch.ops.aten
 
@@ -227,10 +227,91 @@ def test_what_jumps_reads_rounded_values():
     torch.testing.assert_close(torch.compile(module)(x), function(x), rtol=0, atol=0)
 
 
+def jumps(half):
+    """What jumps where ``half`` crosses an integer, or where two elements are equal."""
+    return [
+        *(
+            half.sign(),
+            half.floor(),
+            half.ceil(),
+            half.trunc(),
+            half.round(),
+            half.frac(),
+            half.fmod(3),
+            half.fmod(0.1),
+        ),
+        *(
+            half > 0,
+            half == 1,
+            half.float() >= 3,
+            half.long(),
+            half.bool(),
+            half.logical_not(),
+            half.any(1),
+            half.signbit(),
+        ),
+        *(half.argmax(1), half.max(1).indices, half.sort(1).indices, half.topk(3, 1).indices, half.view(torch.int16)),
+        *(aten.threshold_backward(half, half, 0), aten.hardtanh_backward(half, half, -1, 1), half.copysign(half - 1)),
+        *(
+            nn.functional.max_pool2d(half[None], 2, return_indices=True)[1],
+            torch.where(half > 2, 1.0, 2.0),
+            (1 / half).isinf(),
+        ),
+        *(
+            nn.functional.hardshrink(half, 0.1),
+            (half.clamp(0, 6) == 6),
+            half.amax(1, keepdim=True) == half,
+            half.isnan(),
+        ),
+    ]
+
+
+CHAINS = {
+    torch.float16: [lambda half: (half.float() - 3).to(half.dtype) * 2],
+    torch.bfloat16: [
+        lambda half: torch.cat([half[:8] - 3, half[8:] * 3 - 9]).flip(1).t().contiguous().view(16, 16),
+        lambda half: half.clone().sub_(3).mul_(2),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", CHAINS)
+def test_what_leads_to_a_jump_is_rounded_too(dtype):
+    x = torch.arange(-8, 8).repeat_interleave(16).view(16, 16) + torch.randn(16, 16) * 3e-3
+    function = lambda x: [made for chain in CHAINS[dtype] for made in jumps(chain(x.to(dtype)))]  # noqa: E731
+    module = make_fx(function, tracing_mode="fake")(x)
+    keep_rounding(module.graph)
+    module.recompile()
+    torch.testing.assert_close(torch.compile(module)(x), function(x), rtol=0, atol=0)
+
+
+def test_what_leads_to_a_jump_outside_the_piece_is_rounded():
+    """As to the remainder of floating-point numbers, which Inductor does not compile."""
+    x = torch.arange(8).repeat_interleave(8) + torch.randn(64) * 3e-3
+    function = lambda x: (x.bfloat16() * 3 - 9).remainder(3)  # noqa: E731
+    module = make_fx(function, tracing_mode="fake")(x)
+    inside = [node for node in module.graph.nodes if node.op == "call_function"][:-1]
+    compiled = compile_pieces(module, [Piece(Region("product", "product"), inside)], {}).module
+    assert torch.equal(compiled(x), function(x))
+
+
+def test_products_that_lead_to_no_jump_keep_all_digits():
+    norm = lambda x, w: (x.float() * x.float().square().mean(-1, keepdim=True).rsqrt()).bfloat16() * w  # noqa: E731
+    gate = lambda x, w: nn.functional.silu(norm(x, w)) * norm(x, w) + (x > 0)  # noqa: E731
+    graph = make_fx(gate, tracing_mode="fake")(torch.empty(4, 4).bfloat16(), torch.empty(4).bfloat16()).graph
+    keep_rounding(graph)
+    assert not graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)
+
+
+def test_casts_to_fp8_are_left():
+    function = lambda x: x.bfloat16().to(torch.float8_e4m3fn).float()  # noqa: E731
+    keep_rounding(make_fx(function, tracing_mode="fake")(torch.empty(4)).graph)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_casts_that_no_wider_operator_reads_stay(dtype):
     product = lambda x, w: ((x.to(dtype) @ w.to(dtype)).relu() * 2).float() > 0.3  # noqa: E731
     graph = make_fx(product, tracing_mode="fake")(torch.empty(4, 4), torch.empty(4, 4)).graph
     keep_rounding(graph)
     found = graph.find_nodes(op="call_function", target=aten.bitwise_or.Scalar)
-    assert len(found) == (dtype is torch.bfloat16)  # the comparison's operand alone
+    assert len(found) == 3 * (dtype is torch.bfloat16)  # the product and what the comparison reads of it
