@@ -34,7 +34,7 @@ from stepgraph.passes.attention.backends import backward_nodes, forward_nodes, r
 from stepgraph.passes.attention.choose import AttentionOptions
 from stepgraph.passes.attention.columns import columns
 from stepgraph.passes.attention.flex import FlexNodes
-from stepgraph.passes.attention.mask import HIDDEN, Masks, number_of
+from stepgraph.passes.attention.mask import HIDDEN, Masks, Pairs, number_of
 from stepgraph.passes.contract import PassReport, StepGraph, register
 
 aten = torch.ops.aten
@@ -516,6 +516,8 @@ class _Written:
             seen = flex.masks.of(bias)
             if isinstance(seen, str):
                 return f"{seen}, and only FlexAttention takes its soft cap or sink"
+            if self.sink is not None and isinstance(seen, Pairs):  # it has all weight of a query that sees no key
+                seen = replace(seen, hidden=-math.inf)
         q, *rest = self._laid_out(build)
         inputs = [q if seeing is None else self._where(build, seeing, q), *rest]
         saves = self.dout is not None

@@ -456,6 +456,21 @@ def test_queries_that_see_no_key_have_no_gradient(write, dtype):
     near_to_fp64(model, batch, step)
 
 
+def test_a_sink_has_all_weight_of_a_query_that_sees_no_key():
+    def attention(self, q, k, v):
+        hidden = (self.bias[:, :1, :, :1] > 0.5) | (self.bias[:, :1] > 1.0)
+        shown = (~hidden).expand(q.shape[0], -1, -1, -1)
+        scores = torch.where(shown, q @ k.mT * q.shape[-1] ** -0.5, torch.tensor(-40_000.0, dtype=q.dtype))
+        sinks = self.bias[:, :, :1, :1].expand(q.shape[0], -1, q.shape[2], -1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+
+    torch.manual_seed(0)
+    model, batch = Model(attention), batch_for()
+    step, report = fused(model, batch)
+    assert report.changed == 1, report.notes
+    near_to_fp64(model, batch, step)
+
+
 def test_a_mask_may_depend_on_the_attention_before_and_on_a_deep_model():
     def attention(self, q, k, v):
         deep = (filled(self, q, k, ~self.causal, -40_000.0).softmax(-1) @ v).float().mean((1, 3))
