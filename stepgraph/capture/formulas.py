@@ -245,6 +245,20 @@ def _cumprod(func: Any, *args: Any, **kwargs: Any) -> Tensor:
     return func(x, dim, dtype=dtype) if is_complex else _Cumprod.apply(x, dim, dtype)
 
 
+def _cumprod_in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return (
+        x.copy_(_cumprod(Tensor.cumprod, x.clone(), *args, **kwargs)) if x.requires_grad else func(x, *args, **kwargs)
+    )
+
+
+def _vander(func: Any, x: Tensor, *, N: int | None = None) -> Tensor:
+    n = x.shape[-1] if N is None else N
+    if not x.requires_grad or n < 2:
+        return func(x, N=N)
+    powers = _cumprod(torch.cumprod, x[..., None].expand(*x.shape, n - 1), -1)
+    return torch.cat([powers.new_ones(*x.shape, 1), powers], -1)
+
+
 class _Cumprod(torch.autograd.Function):
     """``x.cumprod(dim, dtype=dtype)`` of real numbers."""
 
@@ -373,6 +387,8 @@ class _PutBy(torch.autograd.Function):
 _SPECIAL = {
     **dict.fromkeys((torch.prod, Tensor.prod), _prod),
     **dict.fromkeys((torch.cumprod, Tensor.cumprod), _cumprod),
+    Tensor.cumprod_: _cumprod_in_place,
+    torch.linalg.vander: _vander,
     **dict.fromkeys((Tensor.__setitem__, Tensor.index_put_, torch.index_put, Tensor.index_put), _put),
     **dict.fromkeys((torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_), partial(_FilledBy.by_mask, "value")),
     **dict.fromkeys(

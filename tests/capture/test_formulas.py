@@ -34,6 +34,8 @@ FUNCTIONS = {
     "prod_autocast": lambda m, y: autocast(lambda: (y @ y.T).prod(0) + y.bfloat16().prod(1)),
     "cumprod": lambda m, y: y.cumprod(0) + torch.cumprod(y, -1, dtype=torch.float64).float(),
     "cumprod_dtype": lambda m, y: y.cumprod(1, dtype=torch.bfloat16).float(),
+    "cumprod_": lambda m, y: y.clone().cumprod_(1) + (y * 2).cumprod_(dim=0),
+    "vander": lambda m, y: torch.linalg.vander(y).sum(-1) + torch.linalg.vander(y[0], N=4).sum(),
     "cumprod_zeros": lambda m, y: zeros(y, 1).cumprod(0) + zeros(y, 4).cumprod(1),
     "cumprod_penalty": lambda m, y: torch.autograd.grad(y.cumprod(1).sum(), y, create_graph=True)[0].square(),
     "named": lambda m, y: (
