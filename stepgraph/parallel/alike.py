@@ -66,7 +66,6 @@ def check_model(model: nn.Module, batch: Mapping[str, Any], also: Iterable[str],
     it did."""
     if model in _AGREED or dist.get_backend() == "fake":
         return False
-    _AGREED[model] = None
     parameters = (f"{name} {_form(p)}{'' if p.requires_grad else ', frozen'}" for name, p in model.named_parameters())
     everyone = Group("model", tuple(range(dist.get_world_size())))
     _require_alike({everyone: [Entry(form) for form in (*parameters, *also)]}, facts)
@@ -74,6 +73,7 @@ def check_model(model: nn.Module, batch: Mapping[str, Any], also: Iterable[str],
     mesh = next((layout.mesh for layout in layouts(model).values() if isinstance(layout.mesh, Mesh)), None)
     if mesh is not None and mesh.spec.dp < mesh.spec.size:
         _check_batch(mesh, batch)
+    _AGREED[model] = None  # not before: a model that is refused is checked again
     return True
 
 
@@ -226,8 +226,19 @@ def _value(leaf: Any) -> str:
     return f"{_form(leaf)} {hashlib.sha256(flat.numpy()).hexdigest()}"
 
 
-@torch.no_grad()
 def _check_replicas(model: nn.Module) -> None:
+    """Raise on all ranks what any of them sees: the others would wait for those that raise."""
+    for name in filter(None, Ranks().gather(lambda: _differing_replica(model))):
+        raise ValueError(
+            f"ranks hold different values of {name}, and each would train its own; build the model from "
+            "one seed on all ranks, by torch.manual_seed, or load the same checkpoint"
+        )
+
+
+@torch.no_grad()
+def _differing_replica(model: nn.Module) -> str | None:
+    """The first parameter of which the ranks that replicate it hold different values."""
+    found = []
     held = {name: p for name, p in held_parameters(model).items() if p.is_floating_point() and p.dtype.itemsize > 1}
     shards = {name: p for name, p in held.items() if isinstance(p, DTensor)}
     for mesh in dict.fromkeys(p.device_mesh for p in shards.values()):
@@ -240,9 +251,7 @@ def _check_replicas(model: nn.Module) -> None:
             norms = torch.stack([t.abs().sum(dtype=torch.float64) for t in local]).nan_to_num()
             range_ = torch.stack([sums, -sums])
             dist.all_reduce(range_, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-            for name, differs in zip(alike, (range_.sum(0) > 1e-9 * norms).tolist(), strict=True):
-                if differs:
-                    raise ValueError(
-                        f"ranks hold different values of {name}, and each would train its own; build the model from "
-                        "one seed on all ranks, by torch.manual_seed, or load the same checkpoint"
-                    )
+            found += [
+                name for name, differs in zip(alike, (range_.sum(0) > 1e-9 * norms).tolist(), strict=True) if differs
+            ]
+    return found[0] if found else None
