@@ -156,15 +156,17 @@ def _meet(own: Entries, facts: Facts) -> None:
     """Raise ``ValueError`` unless the other ranks of each group come to the store with the same entries."""
     store = dist.PrefixStore("stepgraph/collectives", compat.default_store())
     names = {}
-    for group in own:
+    for group, entries in own.items():
         names[group] = f"{group.name}/{group.ranks}/{_MET[group]}/"
         _MET[group] += 1
-        store.set(f"{names[group]}{dist.get_rank()}", json.dumps([own[group], dict(facts())]))
+        store.set(f"{names[group]}{dist.get_rank()}", _digest(entries))
     for group, name in names.items():
-        found = {rank: json.loads(_awaited(store, f"{name}{rank}", group, rank)) for rank in group.ranks}
-        found = {rank: ([Entry(*entry) for entry in entries], why) for rank, (entries, why) in found.items()}
-        if len({_digest(entries) for entries, _ in found.values()}) > 1:
-            raise _differ(group, found)
+        if len({_awaited(store, f"{name}{rank}", group, rank) for rank in group.ranks}) > 1:
+            store.set(f"{name}{dist.get_rank()}/entries", json.dumps([own[group], dict(facts())]))
+            found = {rank: json.loads(_awaited(store, f"{name}{rank}/entries", group, rank)) for rank in group.ranks}
+            raise _differ(
+                group, {rank: ([Entry(*one) for one in entries], why) for rank, (entries, why) in found.items()}
+            )
 
 
 def _awaited(store: dist.Store, key: str, group: Group, rank: int) -> bytes:

@@ -87,6 +87,8 @@ def _lengths() -> None:
     step = stepgraph.capture(model, loss_fn, batches[0], passes="exact")
     for batch in batches[:2]:  # both meet a new form
         step(batch)
+    with pytest.raises(ValueError, match=r"number 1 of the collectives of tp is .* they differ in .*tokens"):
+        step(own_batch(mesh, 0, 5 if other else 6))
     if other:
         compat.default_store().set_timeout(timedelta(seconds=0.1))
         with pytest.raises(
