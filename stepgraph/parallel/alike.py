@@ -126,8 +126,8 @@ def _issued(node: fx.Node, axes: Mapping[str, str]) -> tuple[Group, Entry] | Non
         return Group(f"messages of {axis}", ends), Entry(f"{_form(value.meta['val'])} from rank {ends[0]} to {ends[1]}")
     role = role_of(node)
     what = f" of {', '.join(role.parameters)}" if role and role.parameters else ""
-    # The parts of an uneven exchange have the sizes that each rank chooses.
-    uneven = node.target is ALL_TO_ALL and len({*node.args[1], *node.args[2]}) > 1
+    # Each rank chooses the sizes of its parts, and those of one rank may be equal where another's are not.
+    uneven = node.target is ALL_TO_ALL
     forms = ", ".join(_form(source.meta["val"], uneven) for source in node.all_input_nodes)
     words = "".join(f" {arg}" for arg in node.args if isinstance(arg, str) and arg != name)
     form = f"{found.kind}{words} {forms}{what}"

@@ -67,6 +67,14 @@ def _steps() -> None:
     )
     refused("number .* and none on rank 1; they differ in accumulate", make(), accumulate=1 if other else 2)
     refused("all_reduce sum float32", make(), max_grad_norm=1.0 if other else None)
+    sizes = [2, 3 if other else 2]
+
+    def exchanges(model, x):  # equal parts on one rank only
+        c10d = torch.ops._c10d_functional
+        x = c10d.wait_tensor(c10d.all_to_all_single(x, sizes, sizes, dist.group.WORLD.group_name))
+        return mean_square(model, x)
+
+    stepgraph.capture(make(), exchanges, torch.ones(sum(sizes), 4), passes="exact")
     passes = stepgraph.StepOptions(inductor="off", reshard="always" if other else "auto")
     refused("they differ in the pass ", parallel_model(mesh), next_token_loss(mesh), own_batch(mesh, 0), passes=passes)
 
