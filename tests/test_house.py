@@ -37,7 +37,7 @@ ROOMS = (
 #: a node of a graph calls. Operators (``torch.ops.aten._to_copy``) are public by their schema.
 PUBLIC_BY_USE = ("torch.ops.", "torch._foreach_", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
 #: Lines of Python in stepgraph/, all together. It only falls, but for what an issue asks for.
-BUDGET = 77_253
+BUDGET = 77_285
 #: Decorators of functions whose types their operator's schema has, or that Triton compiles.
 TYPED_ELSEWHERE = ("triton.", "torch.library.", "register_sharding", "rnn_layer.register_fake")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Block, CausalAttention, LayerCache, SwiGLU
-from stepgraph.models.family import DecoderShape, Family, check_positive
+from stepgraph.models.family import Family, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
 from stepgraph.models.moe import EXPERTS_PLAN, FREE, MoE, MoEConfig, MoEDecoder
 from stepgraph.models.rope import YarnScaling, apply_rope_interleaved
@@ -22,7 +22,7 @@ LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class DeepSeekV3Config(DecoderShape):
+class DeepSeekV3Config:
     """Shape of a DeepSeek-V3 model."""
 
     dim: int  # width of the residual stream
@@ -68,6 +68,19 @@ class DeepSeekV3Config(DecoderShape):
     def score_flops(self) -> int:
         """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
         return self.n_heads * (self.qk_head_dim + self.v_head_dim)
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
+        """Number of parameters; without ``lookup_table``, an embedding that is not also the head is left out;
+        ``active``: only the experts that one token uses."""
+        q_in, q_out = self.q_lora_rank, self.n_heads * self.qk_head_dim
+        queries = self.dim * q_out if q_in is None else q_in * (self.dim + 1 + q_out)
+        latent = self.dim * (self.kv_lora_rank + self.qk_rope_head_dim) + self.kv_lora_rank
+        heads = self.n_heads * (self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim))
+        block = queries + latent + heads + self.n_heads * self.v_head_dim * self.dim + 2 * self.dim
+        dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim
+        sparse = (self.n_layers - self.n_dense_layers) * self.moe.num_params(self.dim, active=active)
+        tables = 2 if lookup_table and not self.tie_embeddings else 1
+        return self.n_layers * block + dense + sparse + self.dim + tables * self.vocab_size * self.dim
 
 
 class LatentAttention(CausalAttention):

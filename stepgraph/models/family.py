@@ -4,11 +4,10 @@ A new family is a module here with its record, its place in `stepgraph.models.FA
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -77,7 +76,7 @@ class HuggingFace:
 class Family:
     """One family of models.
 
-    ``name``: as in a run's ``config.json``. ``config``: the dataclass of a model's shape, a `DecoderShape`.
+    ``name``: as in a run's ``config.json``. ``config``: the dataclass of a model's shape, a `CountableConfig`.
     ``model``: shape -> module with ``init_weights``; it must build on the meta device too. ``tp_plan``: shape -> module
     -> style of tensor parallelism. ``tp_sizes``: fields of the shape that the number of tensor-parallel ranks must
     divide. ``longest``: shape -> its longest sequence, None for any length. ``hugging_face``: None where no checkpoints
@@ -92,41 +91,17 @@ class Family:
     longest: Callable[[Any], int | None] = lambda config: None
     hugging_face: HuggingFace | None = None
 
-    def __post_init__(self) -> None:
-        _MODELS[self.config] = self.model
 
-
-#: Shape -> module, of every family.
-_MODELS: dict[type, Callable[[Any], nn.Module]] = {}
-
-
-class DecoderShape:
-    """The part of a model's shape that its FLOP count needs, as `Decoder`s have it."""
-
-    n_layers: int
-    n_heads: int
-    head_dim: int
+class CountableConfig(Protocol):
+    """The part of a model configuration that its FLOP count needs."""
 
     @property
-    def score_flops(self) -> int:
-        """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
-        return 2 * self.n_heads * self.head_dim
+    def n_layers(self) -> int: ...
 
-    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
-        """Number of parameters; without ``lookup_table``, an embedding that is not also the head is left out;
-        ``active``: only the experts that one token uses."""
-        whole, table, experts = _counts(self)
-        idle = experts - experts * self.moe.top_k // self.moe.n_experts if experts and active else 0
-        return whole - (0 if lookup_table else table) - idle
+    @property
+    def score_flops(self) -> int: ...
 
-
-@functools.lru_cache(maxsize=8)
-def _counts(shape: DecoderShape) -> tuple[int, int, int]:
-    """Parameters of the model: all, those of an embedding that is only looked up, those of routed experts."""
-    with torch.device("meta"):
-        model = _MODELS[type(shape)](shape)
-    experts = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
-    return num_params(model), 0 if model.head is None else model.embed.weight.numel(), experts
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int: ...
 
 
 def num_params(model: nn.Module) -> int:
@@ -134,7 +109,7 @@ def num_params(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def flops_per_token(config: DecoderShape, seq_len: int) -> int:
+def flops_per_token(config: CountableConfig, seq_len: int) -> int:
     """Training FLOPs (forward and backward) per token at sequences of ``seq_len``: ``6 N + 6 n_layers H (d_qk + d_v)
     seq_len``.
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepgraph.models.decoder import PLAN, Attention, Block, Decoder
-from stepgraph.models.family import DecoderShape, Family, check_heads, check_positive
+from stepgraph.models.family import Family, check_heads, check_positive
 
 #: The tensor-parallel plan: module -> style.
 TP_PLAN = PLAN | {
@@ -28,7 +28,7 @@ TP_SIZES = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
 
 
 @dataclass(frozen=True)
-class GolfConfig(DecoderShape):
+class GolfConfig:
     """Shape of a golf model, by default that of pytorch issue 179423."""
 
     dim: int = 512  # width of the residual stream
@@ -49,6 +49,18 @@ class GolfConfig(DecoderShape):
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def score_flops(self) -> int:
+        """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
+        return 2 * self.dim
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
+        """Number of parameters, all ``active``; without ``lookup_table``, the embedding is left out."""
+        block = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.dim * self.ffn_dim
+        scales = 2 * self.dim if self.residual_scales else 0
+        tables = 2 if lookup_table else 1
+        return self.n_layers * (block + scales) + tables * self.vocab_size * self.dim
 
 
 def _norm(dim: int) -> nn.RMSNorm:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from stepgraph.models.decoder import PLAN, SWIGLU_PLAN, Attention, Block, Decoder, SwiGLU
-from stepgraph.models.family import DecoderShape, Family, check_heads, check_positive
+from stepgraph.models.family import Family, check_heads, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf
 from stepgraph.models.rope import RopeScaling
 
@@ -19,7 +19,7 @@ TP_PLAN = PLAN | {f"layers.*.{path}": style for path, style in SWIGLU_PLAN.items
 
 
 @dataclass(frozen=True)
-class Llama3Config(DecoderShape):
+class Llama3Config:
     """Shape of a Llama 3 model."""
 
     dim: int  # width of the residual stream
@@ -47,6 +47,20 @@ class Llama3Config(DecoderShape):
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def score_flops(self) -> int:
+        """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
+        return 2 * self.dim
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
+        """Number of parameters, all of them ``active``; without ``lookup_table``, an embedding that is not also the
+        head is left out."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
+        block = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
+        table = self.vocab_size * self.dim
+        tables = 2 if lookup_table and not self.tie_embeddings else 1
+        return self.n_layers * block + self.dim + tables * table
 
 
 class Llama3(Decoder):

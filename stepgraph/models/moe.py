@@ -63,6 +63,11 @@ class MoEConfig:
                 f"two; try n_groups={self.n_experts // 2 if self.n_experts % 2 == 0 else 1}"
             )
 
+    def num_params(self, dim: int, *, active: bool = False) -> int:
+        """Number of parameters of a layer of width ``dim``; ``active``: only the ones that one token uses."""
+        experts = self.top_k if active else self.n_experts
+        return self.n_experts * dim + 3 * (experts + self.n_shared) * dim * self.ffn_dim
+
 
 class Router(nn.Module):
     """``forward(x, sequences)``: (N, D), the tokens of ``sequences`` equally long sequences -> each token's experts,

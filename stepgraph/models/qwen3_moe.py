@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from stepgraph.models.decoder import PLAN, Attention, Block
-from stepgraph.models.family import DecoderShape, Family, check_heads, check_positive
+from stepgraph.models.family import Family, check_heads, check_positive
 from stepgraph.models.hf_decoder import decoder_format, rope_from_hf, yarn_from_hf, yarn_to_hf
 from stepgraph.models.moe import EXPERTS_PLAN, FREE, MoE, MoEConfig, MoEDecoder
 from stepgraph.models.rope import YarnScaling
 
 
 @dataclass(frozen=True)
-class Qwen3MoEConfig(DecoderShape):
+class Qwen3MoEConfig:
     """Shape of a Qwen3-MoE model."""
 
     dim: int  # width of the residual stream
@@ -40,6 +40,19 @@ class Qwen3MoEConfig(DecoderShape):
         check_heads(self.n_heads * self.head_dim, self.n_heads, self.n_kv_heads)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd, RoPE rotates pairs; try {self.head_dim + 1}")
+
+    @property
+    def score_flops(self) -> int:
+        """Multiplications of a query with a key, and of the score with the value, in all heads of a layer."""
+        return self.n_heads * 2 * self.head_dim
+
+    def num_params(self, *, lookup_table: bool = True, active: bool = False) -> int:
+        """Number of parameters; without ``lookup_table``, an embedding that is not also the head is left out;
+        ``active``: only the experts that one token uses."""
+        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads) + 2 * self.head_dim
+        block = attention + self.moe.num_params(self.dim, active=active) + 2 * self.dim
+        tables = 2 if lookup_table and not self.tie_embeddings else 1
+        return self.n_layers * block + self.dim + tables * self.vocab_size * self.dim
 
 
 class Qwen3MoE(MoEDecoder):

@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from stepgraph.errors import first_line
-from stepgraph.models.family import DecoderShape, Family, HuggingFace, Piece, num_params, whole_piece
+from stepgraph.models.family import Family, HuggingFace, Piece, num_params, whole_piece
 from stepgraph.models.hf_decoder import CONFIG, read_json, write_json
 
 ADAPTER = "adapter"  # in the export of a run with LoRA
 
 
 @dataclasses.dataclass(frozen=True)
-class CausalLMConfig(DecoderShape):
+class CausalLMConfig:
     """``folder``: has the ``config.json`` and the weights of a model that transformers knows."""
 
     folder: str = ""
