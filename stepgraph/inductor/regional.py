@@ -135,7 +135,7 @@ _MOVES = frozenset(
 
 
 def readers_of_rounded(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of ``graph`` whose result jumps, and those that compute by element what these read."""
+    """The nodes of ``graph`` with discontinuous results, and the pointwise nodes that these depend on."""
     made, aliases = list(graph.nodes), Aliases(graph)
     found = set(filter(_jumps, made))
     for node in filter(found.__contains__, reversed(made)):

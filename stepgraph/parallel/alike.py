@@ -1,5 +1,5 @@
 """What ranks must have in common before a step runs: the model, the values of replicated parameters, and the order of
-collectives in each process group. Ranks that differ would wait for each other for ever, or train apart."""
+collectives in each process group. Ranks that differ would hang or diverge."""
 
 import hashlib
 import json
@@ -80,10 +80,10 @@ def check_model(model: nn.Module, batch: Mapping[str, Any], also: Iterable[str],
 def check_collectives(model: nn.Module, program: StepProgram, facts: Facts) -> None:
     """Raise ``ValueError`` unless the ranks of each group issue the same collectives in a step of ``program``.
 
-    All ranks call it for the first step of ``model``. Later each calls it before it runs another form of the step.
-    Those that have agreed on its collectives need not meet: a rank alone may have a batch of another length, where
-    only parameters and gradients are communicated. The others meet in the store, where ranks of a group must all be
-    about to run such a form.
+    All ranks call it for the first step of ``model``. Later, each rank calls it before it runs a new form of the step.
+    If the ranks have agreed on the form's collectives before, nothing is exchanged: one rank alone may get a batch of
+    another length if only parameters and gradients are communicated. Otherwise the ranks of a group compare digests
+    through the store, and each waits until the others are about to run a form of the step that is new to them.
     """
     if model not in _AGREED:
         return
@@ -197,7 +197,7 @@ def _differ(group: Group, found: Mapping[int, tuple[Sequence[Entry], Mapping[str
     reasons = [name for name in here | there if here.get(name) != there.get(name)]
     more = f"; they differ in {', '.join(reasons)}" if reasons else ""
     return ValueError(
-        f"ranks would wait for each other for ever: number {place + 1} of the {group.name} is {shown[0]} on {on[0]}, "
+        f"the ranks would hang: number {place + 1} of the {group.name} is {shown[0]} on {on[0]}, "
         f"and {shown[1]} on {on[1]}{more}; build the same model and the same step on all ranks"
     )
 
@@ -229,7 +229,7 @@ def _value(leaf: Any) -> str:
 
 
 def _check_replicas(model: nn.Module) -> None:
-    """Raise on all ranks what any of them sees: the others would wait for those that raise."""
+    """Raise the error on every rank if any rank sees it; otherwise the remaining ranks would hang."""
     for name in filter(None, Ranks().gather(lambda: _differing_replica(model))):
         raise ValueError(
             f"ranks hold different values of {name}, and each would train its own; build the model from "
